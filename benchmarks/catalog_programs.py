@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from recpo.base.errors import RecpoError
+from recpo.base.feedback import HIGHEST
 
 DIM, HISTORY, K = 64, 50, 100
 FORMS = ("plain", "blocks", "float16", "int8", "index")
@@ -114,7 +115,7 @@ def measure(root: Path, form: str, repeats: int) -> dict[str, Any]:
     for users in (1, 32):
         shape = (users, manifest.max_history)
         ids = generator.integers(1, manifest.num_items + 1, shape)
-        inputs = EncodedHistories(ids, generator.integers(1, 6, shape), ids[:, :3] * 0)
+        inputs = EncodedHistories(ids, generator.integers(1, HIGHEST + 1, shape), ids[:, :3] * 0)
         at_rest = resident_mb()
         cpu, wall = smallest(lambda inputs=inputs: runtime.recommend(inputs, 10), repeats)
         found |= {f"cpu_ms_{users}": cpu, f"wall_ms_{users}": wall}

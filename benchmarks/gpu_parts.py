@@ -259,7 +259,7 @@ def serving(device: str, small: bool) -> Iterator[Line]:
     inputs = EncodedHistories(ids, ids % 3, np.zeros((users, 1), np.int64))
     with tempfile.TemporaryDirectory() as folder:
         start, out = time.perf_counter(), Path(folder) / "bundle"
-        facts = PolicyFacts(FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)}))
+        facts = PolicyFacts(FeedbackDefinition(cutoffs={3: tuple(np.linspace(0.5, 7.5, 15))}))
         export_bundle(policy, IdMap(pa.array(range(items))), facts, out, BundleOptions(k=k))
         yield {"case": "export", "items": items, "seconds": round(time.perf_counter() - start, 2)}
         runtimes: dict[str, Runtime] = {

@@ -21,6 +21,7 @@ import time
 import torch
 
 from recpo.base.features import Category, Feature, FeatureSchema, Vector
+from recpo.base.feedback import HIGHEST
 from recpo.base.types import Features, FeedbackBatch, Histories, Slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.item_features import ItemFeatureOptions
@@ -77,7 +78,7 @@ class Trainer:
 
 def batch_of(items: int, size: int) -> FeedbackBatch:
     """Full histories whose every event is scored after the events before it."""
-    ids, feedback = torch.randint(1, items + 1, (size, LENGTH)), torch.randint(1, 6, (size, LENGTH))
+    ids, feedback = torch.randint(1, items + 1, (size, LENGTH)), torch.randint(1, HIGHEST + 1, (size, LENGTH))
     histories = Histories(ids, torch.full((size,), LENGTH), feedback)
     slates = Slates(ids, torch.arange(LENGTH).expand(ids.shape), torch.ones_like(ids, dtype=torch.bool))
     return FeedbackBatch(histories, slates, torch.arange(size))

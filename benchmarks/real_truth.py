@@ -15,8 +15,9 @@ Writes ``matrix.parquet`` with rewards (rating - low) / (high - low). For every 
 evaluated. Users with a rating of every item are tested: the value of their lists is known. The others only train.
 
 With ``--grades``, the log has the ratings themselves instead of watch times: of a tested user the first
-``--events_per_user`` different items that the logger shows, a quarter of them in the validation period, and all ratings
-of the others, at random times of the training period. Propensities are not known then.
+``--events_per_user`` different items that the logger shows, the last quarter of them in the validation period, and as
+many in the test period; and all ratings of the others, at random times of the training period. Propensities are not
+known then.
 
 With ``--texts``, the items have features: TF-IDF of their texts, reduced to 16 numbers each by a truncated singular
 value decomposition. The factorization then reads them: compare its row with that of a run without texts. Without
@@ -52,7 +53,7 @@ from recpo.worlds.replay import REPLAY
 
 NOT_RATED = 99.0
 GRADES = "grades.parquet"
-MANY_EVENTS = 2  # simulated events of a user, per event that is kept
+MANY_EVENTS = 4  # simulated events of a user, per event before the test period: items are shown more than once
 TEXT_NUMBERS = 16
 COLUMNS = {
     "true_reward@10": "true value",
@@ -111,12 +112,12 @@ def prepare_grades(world, options):
     complete = is_complete.index[is_complete]
     begin = (shown["timestamp"].min() // MILLISECONDS_PER_DAY + simulation.days[-1] - 1) * MILLISECONDS_PER_DAY
     shown = shown[shown["user_id"].isin(complete)].drop_duplicates(["user_id", "item_id"])
-    period = (shown["timestamp"] - begin) // MILLISECONDS_PER_DAY  # below 0 trains, 0 validates, 1 tests
-    place, validating = shown.groupby(["user_id", period.clip(-1)]).cumcount(), options.events_per_user // 4
-    most = period.clip(-1).map({-1: options.events_per_user - validating, 0: validating, 1: options.events_per_user})
+    place, known = shown.groupby("user_id").cumcount(), options.events_per_user
+    period = (place >= known - known // 4).astype(int) + (place >= known)  # 0 trains, 1 validates, 2 tests
+    shown["timestamp"] = begin + (period - 1) * MILLISECONDS_PER_DAY + place * 60_000
     others = matrix.loc[~matrix["user_id"].isin(complete), ["user_id", "item_id"]]
     times = np.random.default_rng(world.seed).integers(shown["timestamp"].min(), begin, len(others))
-    log = pd.concat([shown[place < most], others.assign(timestamp=times)]).merge(matrix, on=["user_id", "item_id"])
+    log = pd.concat([shown[place < 2 * known], others.assign(timestamp=times)]).merge(matrix, on=["user_id", "item_id"])
     log.rename(columns={"reward": "label"}).to_parquet(root / GRADES, index=False)
     label = {"label": "NumericColumn", "label__low": 0.0, "label__high": 1.0}
     tables = {"items": root / "log" / "items.parquet"} if options.texts else {}

@@ -59,7 +59,7 @@ def make_bundle(items: int, out: Path) -> None:
 
     torch.manual_seed(0)
     options = {"dim": DIM, "max_history": HISTORY}
-    feedback = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
+    feedback = FeedbackDefinition(cutoffs={3: tuple(np.linspace(0.5, 7.5, 15))})
     ids = IdMap(pa.array(np.arange(items, dtype=np.int64) + 10**6))
     export_bundle(
         CatalogSoftmaxPolicy(items, **options), ids, PolicyFacts(feedback, options=options), out, BundleOptions(k=100)

@@ -13,13 +13,16 @@ from recpo.base.feedback import (
     DEFAULT_DURATION_BASE,
     DEFAULT_MAX_WATCH_TIME,
     DISLIKED,
+    GRADES,
     HIGHEST,
+    LEAST_POSITIVE_LEVEL,
     LOWEST,
     UNKNOWN,
     UNKNOWN_BUCKET,
     FeedbackDefinition,
     FeedbackRule,
 )
+from tests.cutoffs import quarters
 from tests.refusals import refused
 
 LABELS = [0.75, np.nextafter(np.float32(0.75), 0, dtype=np.float32), 0.25, 0.2, math.nan, 0.9, 0.1, math.nan]
@@ -73,7 +76,7 @@ def test_impossible_thresholds_are_refused(thresholds):
         FeedbackRule(*thresholds)
 
 
-FITTED = FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.5, 2.5), 5: (0.0, 4.0, 9.0)})
+FITTED = FeedbackDefinition(FeedbackRule(), 2.0, {3: quarters(1.0, 2.5, 2.5), 5: quarters(0.0, 4.0, 9.0)})
 
 
 @pytest.mark.parametrize(
@@ -91,27 +94,27 @@ FITTED = FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.5, 2.5), 5: (0.0, 4
 def test_another_definition_is_refused_with_what_differs(change, message):
     with refused("mismatch", "feedback"):
         FITTED.validate_same(replace(FITTED, **change), "runs/a", "prepared")
-    FITTED.validate_same(replace(FITTED, cutoffs={3: (1.5, 2.5, 3.0)}), "runs/a", "prepared")
+    FITTED.validate_same(replace(FITTED, cutoffs={3: quarters(1.5, 2.5, 3.0)}), "runs/a", "prepared")
 
 
 def test_levels_by_hand():
     nan = math.nan
     rows = [  # watch time, duration, dislike, level
         (1.0, 8.0, False, 2),  # at the cutoff: not above it
-        (1.001, 15.999, False, 3),
-        (2.501, 8.0, False, 5),
+        (1.001, 15.999, False, 6),
+        (2.501, 8.0, False, 17),
         (2.501, 8.0, True, 1),
         (nan, nan, True, 1),
         (9.0, 16.0, False, 0),  # bucket 4 has no cutoffs
         (9.0, 64.0, False, 0),
         (0.0, 32.0, False, 2),
-        (9.0004, 32.0, False, 4),  # 9.000 s in whole milliseconds
+        (9.0004, 32.0, False, 10),  # 9.000 s in whole milliseconds
         (nan, 32.0, False, 0),
         (1.0, nan, False, 0),
         (1.0, 0.0, False, 0),
         (-1.0, 8.0, False, 0),
         (math.inf, 8.0, False, 0),
-        (86_400.0, 8.0, False, 5),
+        (86_400.0, 8.0, False, 17),
         (86_400.001, 8.0, False, 0),  # longer than max_watch_time
     ]
     watch, duration, dislike, level = (np.array(column) for column in zip(*rows, strict=True))
@@ -123,13 +126,16 @@ def test_levels_by_hand():
 def test_levels_compare_watch_times_as_in_the_middle_of_the_bucket():
     watch, duration = np.array([2.0, 2.0, 2.0, math.nan, 2.0]), np.array([8.0, 11.314, 15.99, 8.0, math.nan])
     unknown, liked = np.full(5, math.nan), np.zeros(5, bool)  # from 8 to 16 s; the middle is 11.314 s
-    as_shares = replace(FITTED, cutoffs={3: (1.9, 2.1, 2.9)}, duration_exponent=1.0)  # 2.828 s, 2.000 s, 1.415 s
-    assert as_shares.levels(watch, duration, liked, unknown).tolist() == [4, 3, 2, 0, 0]
+    as_shares = replace(FITTED, cutoffs={3: quarters(1.9, 2.1, 2.9)}, duration_exponent=1.0)
+    # they are compared as 2.828 s, 2.000 s and 1.415 s
+    assert as_shares.levels(watch, duration, liked, unknown).tolist() == [10, 6, 2, 0, 0]
     assert FeedbackDefinition.from_json(as_shares.to_json()) == as_shares
 
 
 def test_levels_and_defaults_are_those_of_the_documentation():
-    assert (UNKNOWN, DISLIKED, LOWEST, HIGHEST) == (0, 1, 2, 5)
+    assert (UNKNOWN, DISLIKED, LOWEST, LEAST_POSITIVE_LEVEL, HIGHEST) == (0, 1, 2, 10, 17)
+    assert GRADES[1:4] == (0.0, 1 / 32, 3 / 32)
+    assert (len(GRADES), GRADES[HIGHEST]) == (18, 31 / 32)
     assert (DEFAULT_DURATION_BASE, DEFAULT_MAX_WATCH_TIME) == (2.0, 86_400.0)
     assert FeedbackRule() == FeedbackRule(0.75, 0.25)
     assert FeedbackDefinition() == FeedbackDefinition(FeedbackRule(), 2.0, {}, 86_400.0)
@@ -151,9 +157,27 @@ def test_without_watch_times_the_levels_come_from_the_label():
     label = np.array([0.0, 0.25, 0.5, 0.75, math.nan, 1.0])
     dislike = np.array([False] * 5 + [True])
     nothing = np.full(6, math.nan)
-    assert FeedbackDefinition().levels(nothing, nothing, dislike, label).tolist() == [2, 3, 4, 5, 0, 1]
-    between, nothing = np.array([0.4, 0.49, 0.6, 0.74]), np.full(4, math.nan)
-    assert FeedbackDefinition().levels(nothing, nothing, np.zeros(4, bool), between).tolist() == [3, 3, 4, 4]
+    assert FeedbackDefinition().levels(nothing, nothing, dislike, label).tolist() == [2, 6, 10, 14, 0, 1]
+    places = np.arange(33) / 32
+    assert labeled(FeedbackRule(), places) == [*np.repeat(np.arange(2, 18), 2), 17]
+    # stars from one to five
+    assert labeled(FeedbackRule(), np.arange(5) / 4) == [2, 6, 10, 14, 17]
+
+
+def labeled(rule, label):
+    """The levels of labels without watch times."""
+    unknown = np.full(len(label), math.nan)
+    return FeedbackDefinition(rule).levels(unknown, unknown, np.zeros(len(label), bool), np.asarray(label)).tolist()
+
+
+@given(st.floats(0.0625, 1, width=32), st.floats(0, 1, width=32), st.lists(st.floats(0, 1, width=32), min_size=1))
+def test_levels_of_labels_ascend_with_them_and_say_what_is_positive_and_skipped(high, share, labels):
+    rule = FeedbackRule(high, high * share)
+    label, no = np.sort(np.array(labels, np.float32)), np.zeros(len(labels), bool)
+    levels = np.array(labeled(rule, label))
+    assert (np.diff(levels) >= 0).all()
+    np.testing.assert_array_equal(levels >= 14, rule.positive(label, no))
+    np.testing.assert_array_equal(levels < 6, rule.skipped(label, no))
 
 
 def test_a_definition_survives_json():
@@ -168,12 +192,12 @@ def test_a_definition_survives_json():
 @pytest.mark.parametrize(
     "change",
     [
-        {"cutoffs": {"3": [1.0, 0.5, 2.0]}},
+        {"cutoffs": {"3": quarters(1.0, 0.5, 2.0)}},
         {"cutoffs": {"3": [1.0, 2.0]}},
-        {"cutoffs": {"three": [1.0, 2.0, 3.0]}},
-        {"cutoffs": {"3": [1.0, math.nan, 3.0]}},
-        {"cutoffs": {"3": [1.0, 2.0, math.inf]}},
-        {"cutoffs": {"3": [-1.0, 2.0, 3.0]}},
+        {"cutoffs": {"three": quarters(1.0, 2.0, 3.0)}},
+        {"cutoffs": {"3": quarters(1.0, math.nan, 3.0)}},
+        {"cutoffs": {"3": quarters(1.0, 2.0, math.inf)}},
+        {"cutoffs": {"3": quarters(-1.0, 2.0, 3.0)}},
         {"cutoffs": None},
         {"duration_base": 1.0},
         {"duration_base": "two"},
@@ -181,6 +205,7 @@ def test_a_definition_survives_json():
         {"skip_threshold": None},
         {"max_watch_time": 0.0},
         {"max_watch_time": None},
+        {"levels": 6},
     ],
 )
 def test_a_damaged_definition_is_refused(change):

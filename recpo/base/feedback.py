@@ -7,17 +7,24 @@ rewards, validation, evaluation and bundles read it from there.
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, Literal, Self, TypeVar
 
 import numpy as np
 
 from recpo.base.errors import RecpoError, validate_range
 
-UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 5
-"""Feedback levels; ``LOWEST .. HIGHEST`` are the quartiles of the watch time."""
+STEPS: Final = 16
+"""Feedback levels of known feedback without a dislike: sixteenths of the watch times, or of the labels."""
 
-GRADES: Final = (math.nan, 0.0, 0.125, 0.375, 0.625, 0.875)
-"""Grade of each feedback level, in [0, 1]: the middle of its quartile. A dislike has 0, unknown feedback has nan."""
+UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 1 + STEPS
+"""Feedback levels."""
+
+LEAST_POSITIVE_LEVEL: Final = LOWEST + STEPS // 2
+"""Baselines of positives read the upper half of the levels of a history as positive."""
+
+GRADES: Final = (math.nan, 0.0, *((step + 0.5) / STEPS for step in range(STEPS)))
+"""Grade of each feedback level, in [0, 1]: the middle of its sixteenth. A dislike has 0, unknown feedback has nan."""
 
 FEEDBACK_KINDS: Final = ("positive", "neutral", "skipped", "disliked", "unknown")
 """Every event has exactly one kind."""
@@ -81,17 +88,17 @@ class FeedbackRule:
 class FeedbackDefinition:
     """The rule and the values that ``recpo prepare`` fitted on the train period, for reading raw events as in training.
 
-    Feedback levels are an input of the history encoder: 0 unknown, 1 disliked, and 2 to 5 for the quartile of the watch
-    time among all train watch times on items of similar duration. The level is
+    Feedback levels are an input of the history encoder: 0 unknown, 1 disliked, and 2 to 17 for the sixteenth of the
+    watch time among all train watch times on items of similar duration. The level is
     ``2 + |{c in cutoffs of the bucket: watch_time > c}|``, compared in integer milliseconds, and, with a
     ``duration_exponent``, as the watch time would be in the middle of the duration bucket. Without cutoffs (a log
-    without watch times) the level comes from the label: 2 skipped, 5 positive; labels between the thresholds give 3
-    below the midpoint and 4 from the midpoint on.
+    without watch times) the level comes from the label: four levels of equal width for skipped labels, eight for those
+    between the thresholds, and four for positive ones.
 
     Attributes:
         rule: the thresholds.
         duration_base: base of the duration buckets, ``floor(log_base(duration + 1e-6))`` with the duration in seconds.
-        cutoffs: for each bucket, the 25, 50 and 75 % quantiles of its watch times in seconds.
+        cutoffs: for each bucket, the 1/16, 2/16, ..., 15/16 quantiles of its watch times in seconds.
         max_watch_time: seconds; a longer watch time counts as unknown.
         label: how ``recpo prepare`` made the labels, for people; empty = not by ``recpo prepare``.
         duration_exponent: exponent with which watch times grow with the duration inside a bucket.
@@ -99,7 +106,7 @@ class FeedbackDefinition:
 
     rule: FeedbackRule = field(default_factory=FeedbackRule)
     duration_base: float = DEFAULT_DURATION_BASE
-    cutoffs: dict[int, tuple[float, float, float]] = field(default_factory=dict)
+    cutoffs: dict[int, tuple[float, ...]] = field(default_factory=dict)
     max_watch_time: float = DEFAULT_MAX_WATCH_TIME
     label: str = ""
     duration_exponent: float = 0.0
@@ -171,7 +178,7 @@ class FeedbackDefinition:
         fitted, limits = self._limits
         place = np.minimum(np.searchsorted(fitted, bucket), len(fitted) - 1)
         known = (fitted[place] == bucket) & possible
-        passed = (watch[:, None] > limits[place]).sum(1)
+        passed = sum(watch > cutoff[place] for cutoff in limits.T)
         return np.where(known, LOWEST + passed, UNKNOWN).astype(np.int8)
 
     def _compared(self, watch: np.ndarray, power: np.ndarray) -> np.ndarray:
@@ -181,14 +188,16 @@ class FeedbackDefinition:
 
     @cached_property
     def _limits(self) -> tuple[np.ndarray, np.ndarray]:
-        """The fitted buckets, ascending, and their cutoffs in milliseconds ``[buckets, 3]``."""
+        """The fitted buckets, ascending, and their cutoffs in milliseconds ``[buckets, 15]``."""
         fitted = np.array(sorted(self.cutoffs), np.int64)
         return fitted, _milliseconds(np.array([self.cutoffs[key] for key in fitted.tolist()]))
 
     def _label_levels(self, label: np.ndarray) -> np.ndarray:
         low, high = (np.float32(t) for t in (self.rule.skip_threshold, self.rule.positive_threshold))
         label = label.astype(np.float32)
-        passed = sum((label >= limit).astype(np.int8) for limit in (low, (low + high) / 2, high))
+        quarters = np.array([0.0, low, (low + high) / 2, high, 1.0])
+        limits = np.interp(np.arange(1, STEPS) / STEPS, np.arange(5) / 4, quarters).astype(np.float32)
+        passed = sum(label >= limit for limit in limits)
         return np.where(np.isnan(label), UNKNOWN, LOWEST + passed).astype(np.int8)
 
     def to_json(self) -> dict[str, Any]:
@@ -196,7 +205,7 @@ class FeedbackDefinition:
         cutoffs = {str(bucket): list(limits) for bucket, limits in sorted(self.cutoffs.items())}
         durations = {"duration_base": self.duration_base, "duration_exponent": self.duration_exponent}
         fitted = {"cutoffs": cutoffs, "max_watch_time": self.max_watch_time, "label": self.label}
-        return {**asdict(self.rule), **durations, **fitted}
+        return {"levels": HIGHEST + 1, **asdict(self.rule), **durations, **fitted}
 
     @classmethod
     def from_json(cls, content: Any, source: str = "feedback") -> Self:
@@ -207,21 +216,24 @@ class FeedbackDefinition:
             source: the name of its file, for messages.
 
         Raises:
-            RecpoError: a key is missing, a value has the wrong type, or thresholds or cutoffs are out of range.
+            RecpoError: a key is missing, a value has the wrong type, thresholds or cutoffs are out of range, or it was
+                made when there were other feedback levels.
         """
         try:
+            if content["levels"] != HIGHEST + 1:
+                raise ValueError(f"{content['levels']} feedback levels, expected {HIGHEST + 1}")
             rule = FeedbackRule(float(content["positive_threshold"]), float(content["skip_threshold"]))
             cutoffs = {int(bucket): tuple(map(float, limits)) for bucket, limits in content["cutoffs"].items()}
             base, longest = float(content["duration_base"]), float(content["max_watch_time"])
             label, exponent = str(content["label"]), float(content["duration_exponent"])
             if not (1.0 < base < math.inf and longest > 0.0 and 0.0 <= exponent <= 1.0):
                 raise ValueError(f"duration_base {base}, duration_exponent {exponent}, max_watch_time {longest}")
-            for low, middle, high in cutoffs.values():
-                if not 0.0 <= low <= middle <= high < math.inf:
-                    raise ValueError(f"cutoffs {low}, {middle}, {high}: expected ascending times in seconds")
+            for limits in cutoffs.values():
+                if len(limits) != STEPS - 1 or not all(0.0 <= a <= b < math.inf for a, b in pairwise(limits)):
+                    raise ValueError(f"cutoffs {limits}: expected {STEPS - 1} ascending times in seconds")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}", code="damaged", field="feedback") from error
-        return cls(rule, base, cutoffs, longest, label, exponent)  # type: ignore[arg-type]  # three each, as unpacked
+        return cls(rule, base, cutoffs, longest, label, exponent)
 
 
 UNKNOWN_BUCKET: Final = -1001

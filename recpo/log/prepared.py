@@ -112,7 +112,7 @@ class Prepared(Artifact):
     """
 
     kind: ClassVar = "prepared"
-    version: ClassVar = 5
+    version: ClassVar = 6
     made_by: ClassVar = "recpo prepare"
 
     root: Place

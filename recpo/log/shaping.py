@@ -28,7 +28,7 @@ from recpo.base.errors import (
     validate_range,
     validate_ranges,
 )
-from recpo.base.feedback import DEFAULT_DURATION_BASE, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
+from recpo.base.feedback import DEFAULT_DURATION_BASE, STEPS, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
 from recpo.log.events import bucket, duration_power
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import TRAIN, Derived, LogColumns
@@ -41,7 +41,7 @@ Ties = Literal["mid", "full"]
 Severity = Literal["fatal", "impossible", "missing"]
 
 _WTG_RESOLUTION: Final = 1e6
-_CUTOFFS: Final = ("q25", "q50", "q75")
+_CUTOFFS: Final = tuple(f"q{step}" for step in range(1, STEPS))
 _COMPARED: Final = "compared_ms"
 
 
@@ -486,12 +486,12 @@ def quantile_table(counts: ir.Table) -> ir.Table:
 
 
 def cutoff_table(quantiles: ir.Table) -> ir.Table:
-    """Quartile cutoffs of each bucket: ``bucket``, ``q25``, ``q50``, ``q75`` in milliseconds.
+    """Cutoffs of each bucket: ``bucket`` and ``q1`` to ``q15`` in milliseconds.
 
-    A cutoff is the smallest watch time at or below which a quarter, half or three quarters of them lie.
+    ``qN`` is the smallest watch time at or below which N sixteenths of them lie.
     """
     watch = quantiles[Derived.WATCH_MS]
-    cutoffs = {name: watch.min(where=quantiles.quantile >= quarter / 4) for quarter, name in enumerate(_CUTOFFS, 1)}
+    cutoffs = {name: watch.min(where=quantiles.quantile >= step / STEPS) for step, name in enumerate(_CUTOFFS, 1)}
     return quantiles.group_by("bucket").aggregate(**cutoffs).order_by("bucket")
 
 
@@ -499,9 +499,8 @@ def definition(
     cutoffs: pa.Table, rule: FeedbackRule, label: Label, max_watch_time: float, described: str = ""
 ) -> FeedbackDefinition:
     """The rule with the fitted values, the cutoffs of ``cutoff_table`` in seconds, and the description of the label."""
-    low, middle, high = ((cutoffs[name].to_numpy() / 1000).tolist() for name in _CUTOFFS)
-    fitted = zip(cutoffs["bucket"].to_pylist(), low, middle, high, strict=True)
-    by_bucket = {bucket: (one, two, three) for bucket, one, two, three in fitted}
+    limits = np.stack([cutoffs[name].to_numpy() for name in _CUTOFFS], 1) / 1000
+    by_bucket = dict(zip(cutoffs["bucket"].to_pylist(), map(tuple, limits.tolist()), strict=True))
     return FeedbackDefinition(rule, label.base, by_bucket, max_watch_time, described, label.duration_exponent)
 
 

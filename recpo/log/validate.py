@@ -280,7 +280,7 @@ def unit_warnings(feedback: FeedbackDefinition) -> list[str]:
     Args:
         feedback: with the fitted quantiles of the watch times.
     """
-    medians = {bucket: quantiles[1] for bucket, quantiles in feedback.cutoffs.items()}
+    medians = {bucket: quantiles[len(quantiles) // 2] for bucket, quantiles in feedback.cutoffs.items()}
     ratios = [watched / feedback.duration_base**bucket for bucket, watched in medians.items() if watched > 0]
     if not ratios or _LEAST_RATIO <= (ratio := median(ratios)) <= _MOST_RATIO:
         return []

@@ -193,7 +193,7 @@ def graded_advantage(grade: Tensor, mask: Tensor | None = None, *, baseline: flo
 class GradedAdvantage(AdvantageEstimator):
     """Grade of the feedback minus a baseline, in [-1, 1] (see ``graded_advantage``).
 
-    All known feedback counts: a dislike has the grade 0, and other events have the grade of their watch-time quartile.
+    All known feedback counts: a dislike has the grade 0, and other events have the grade of their watch time.
     Unknown feedback has the advantage 0.
 
     Attributes:

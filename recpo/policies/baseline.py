@@ -15,13 +15,10 @@ from torch import Tensor
 from recpo.base.contracts import DotProductPolicy, Policy
 from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
-from recpo.base.feedback import GRADES, HIGHEST
+from recpo.base.feedback import GRADES, LEAST_POSITIVE_LEVEL
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.policies import catalog_search, grade_factors, sampling
 from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
-
-#: The lowest feedback level that counts as positive in a history: the upper half.
-LEAST_POSITIVE_LEVEL = HIGHEST - 1
 
 
 class BaselinePolicy(Policy):
@@ -294,7 +291,7 @@ def graded_events(histories: Histories, max_history: int) -> tuple[Tensor, Tenso
 
 
 def distinct_positives(histories: Histories, max_history: int) -> Tensor:
-    """``[B, H]`` bool: the last one of each item, of the last ``max_history`` events at one of the upper two levels.
+    """``[B, H]`` bool: the last one of each item, of the last ``max_history`` events at one of the upper levels.
 
     The items of ``recpo.rewards.implicit.positive_places``, by comparison of all pairs, which exported programs can do.
     """

@@ -160,7 +160,7 @@ class EncoderOptions:
     """H, the number of most recent events that the policy reads"""
     dropout: float = 0.2
     """dropout probability, on the summed inputs and in the blocks"""
-    feedback_levels: int = 6
+    feedback_levels: int = HIGHEST + 1
     """number of levels of ``Histories.feedback`` that the encoder reads, including 0 (unknown); 0 = none"""
     profile: bool = False
     """add to every state a profile of all events (``recpo.policies.encoder.Profile``). It represents long-term taste at

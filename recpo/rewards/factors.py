@@ -92,7 +92,7 @@ class Factors(Artifact):
     """
 
     kind: ClassVar = "factors"
-    version: ClassVar = 6
+    version: ClassVar = 7
     made_by: ClassVar = "recpo factorize"
 
     mean: float

@@ -79,7 +79,7 @@ class Run(Artifact):
     """
 
     kind: ClassVar = "run"
-    version: ClassVar = 6
+    version: ClassVar = 7
     made_by: ClassVar = "recpo train"
 
     RESOLVED: ClassVar = "resolved.yaml"

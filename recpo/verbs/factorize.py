@@ -29,7 +29,7 @@ class Factorize(FactorOptions, WritingVerb[Factors]):
 
     One shard is in memory at a time. If several ranks and ridges are given, the one with the smallest squared error on
     the validation period is chosen; users are folded in from the history before it. The grade of an event is the middle
-    of its feedback level's quartile, 0 for a dislike (``recpo.base.feedback.GRADES``). Writes factors.safetensors and
+    of its feedback level, 0 for a dislike (``recpo.base.feedback.GRADES``). Writes factors.safetensors and
     manifest.json. The model recommends, folds in any history, and is a reward (``FactorReward``).
 
     Raises:

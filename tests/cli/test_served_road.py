@@ -14,6 +14,7 @@ import torch
 
 import recpo
 from recpo.artifacts.checksums import sha256
+from recpo.base.feedback import HIGHEST
 from recpo.batches.slates import evaluation_batches
 from recpo.cli.main import main
 from recpo.log.prepared import Prepared
@@ -125,7 +126,7 @@ def test_levels_of_raw_histories_are_those_of_prepare(road, histories):
                 assert level == levels[index[user], item, time]
                 compared += 1
     assert compared > len(histories) / 2
-    assert set(encoded.feedback.flatten().tolist()) == {0, 1, 2, 3, 4, 5}
+    assert set(encoded.feedback.flatten().tolist()) == set(range(HIGHEST + 1))
 
 
 def external(items, ids):

@@ -18,6 +18,7 @@ import torch
 
 import recpo
 from recpo.artifacts.outputs import write_json
+from recpo.base.feedback import GRADES
 from recpo.batches.slates import evaluation_batches
 from recpo.cli import show_evaluations
 from recpo.cli.main import main
@@ -290,7 +291,7 @@ def test_the_criterion_is_what_the_log_allows(road, tmp_path, monkeypatch, world
     assert all(math.isnan(trial.top_k) and math.isnan(trial.grade) for trial in found.trials)
     with refused("missing_column", "propensity"):
         recpo.tilt(**options, out=tmp_path / "no", criterion="top_k")
-    monkeypatch.setattr("recpo.rewards.graded.GRADES", (float("nan"),) * 6)
+    monkeypatch.setattr("recpo.rewards.graded.GRADES", (float("nan"),) * len(GRADES))
     with refused("empty", str(road.prepared)):
         recpo.tilt(**options, out=tmp_path / "no", criterion="grade")
     assert not (tmp_path / "no").exists()

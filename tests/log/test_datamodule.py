@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from recpo.base.feedback import FeedbackDefinition
+from recpo.base.feedback import HIGHEST, FeedbackDefinition
 from recpo.batches import slates
 from recpo.batches.datamodule import Contents, Epochs, FeedbackDataModule, Phases, ResumableLoader, TrainBatches
 from recpo.batches.slates import HeldOutBatches, ImpressionLayout, Rank, SequenceLayout
@@ -38,7 +38,7 @@ def write_shard(path, users, first_item, is_target=None):
         "timestamp": np.arange(total, dtype=np.int64),
         "label": np.where(rng.random(total) < 0.2, np.nan, rng.random(total)).astype(np.float32),
         "dislike": rng.random(total) < 0.1,
-        "feedback": rng.integers(0, 6, total).astype(np.int8),
+        "feedback": rng.integers(0, HIGHEST + 1, total).astype(np.int8),
         "watch_time": np.ones(total, np.float32),
         "duration": np.ones(total, np.float32),
         "propensity": np.full(total, 0.5, np.float32),

@@ -25,6 +25,7 @@ from recpo.log.shaping import (
     watch_ties,
 )
 from recpo.log.validate import tie_warnings, unit_warnings
+from tests.cutoffs import quarters
 from tests.reference import watch_labels as reference
 from tests.refusals import refused
 
@@ -209,7 +210,9 @@ def test_many_ties_are_warned_of(engine):
 
 def test_implausible_units_are_warned_of():
     def definition_of(*watched):
-        return FeedbackDefinition(cutoffs={bucket: (0.0, seconds, 9e9) for bucket, seconds in enumerate(watched, 4)})
+        return FeedbackDefinition(
+            cutoffs={bucket: quarters(0.0, seconds, 9e9) for bucket, seconds in enumerate(watched, 4)}
+        )
 
     assert unit_warnings(FeedbackDefinition()) == []
     assert unit_warnings(definition_of(8.0, 16.0, 0.0)) == []
@@ -227,10 +230,10 @@ def test_ties_are_counted_by_bucket(engine):
     }
 
 
-def test_cutoffs_are_quarters_of_the_watch_times(engine):
-    rows = table([0] * 20, [1000 * second for second in range(1, 21)], [30_000] * 20, [0] * 20)
+def test_cutoffs_are_sixteenths_of_the_watch_times(engine):
+    rows = table([0] * 32, [1000 * second for second in range(1, 33)], [40_000] * 32, [0] * 32)
     assert engine.table(cutoff_table(quantile_table(bucket_counts(rows, WatchQuantiles())))).to_pylist() == [
-        {"bucket": 4, "q25": 5000, "q50": 10_000, "q75": 15_000}
+        {"bucket": 5, **{f"q{step}": 2000 * step for step in range(1, 16)}}
     ]
 
 
@@ -291,7 +294,7 @@ def test_cutoffs_are_described_in_seconds(engine):
     label = WatchQuantiles()
     cutoffs = engine.table(cutoff_table(quantile_table(bucket_counts(rows, label))))
     fitted = definition(cutoffs, FeedbackRule(), label, 86_400.0)
-    assert fitted == FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0, 2.0, 3.0)})
+    assert fitted == FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0,) * 4 + (2.0,) * 4 + (3.0,) * 4 + (4.0,) * 3})
 
 
 def test_defaults_of_labels_and_what_they_need():

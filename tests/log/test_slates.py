@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from recpo.base.feedback import FeedbackRule
+from recpo.base.feedback import HIGHEST, FeedbackRule
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch
 from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
@@ -30,7 +30,7 @@ def events_of(counts, requests=None, is_target=None, seed=0):
         dislike=dislike,
         positive=FeedbackRule().positive(label, dislike),
         skipped=FeedbackRule().skipped(label, dislike),
-        feedback=rng.integers(0, 6, total),
+        feedback=rng.integers(0, HIGHEST + 1, total),
         propensity=rng.random(total).astype(np.float32),
         is_target=np.ones(total, bool) if is_target is None else np.asarray(is_target),
         request_start=request_start,
@@ -243,16 +243,16 @@ def test_random_exposures_are_read_for_held_out_periods_only(prepared):
 
 def test_grades_are_those_of_the_feedback_levels_in_every_kind_of_slate():
     events = events_of([6, 6])._replace(
-        feedback=np.array([0, 1, 2, 3, 4, 5] * 2),
+        feedback=np.array([0, 1, 2, 5, 10, 17] * 2),
         positive=np.array([False] * 5 + [True] + [False] * 5 + [True]),
         dislike=np.array([False, True] + [False] * 4 + [False, True] + [False] * 4),
     )
-    expected = [np.nan, 0.0, 0.125, 0.375, 0.625, 0.875]
+    expected = [np.nan, 0.0, 0.03125, 0.21875, 0.53125, 0.96875]
     sequence = batch_of(events, SequenceLayout(history_length=10))[0]
     np.testing.assert_array_equal(sequence.grade, [expected, expected])
     held_out = evaluation_batch(events, np.array([0, 1]), 2, *NO_PAST).feedback.slates
     np.testing.assert_array_equal(held_out.grade, [expected, expected])
     lists = PreferenceListLayout(history_length=4, dislikes=1, skipped=0, uniform=1, popularity=0, in_batch=0)
     batch = lists.batch_maker(catalog(12), 0)(events, lists.scoring_windows(events.keys), np.arange(2), 0)
-    np.testing.assert_array_equal(batch.slates.grade[:, :2], [[0.875, 0.0], [0.875, 0.0]])
+    np.testing.assert_array_equal(batch.slates.grade[:, :2], [[0.96875, 0.0], [0.96875, 0.0]])
     assert batch.slates.grade[:, 2].isnan().all(), "a sampled item has no feedback"

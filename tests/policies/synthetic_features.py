@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector
+from recpo.base.feedback import HIGHEST
 from recpo.base.types import Features, Histories
 
 FEATURES: tuple[Feature, ...] = (
@@ -60,7 +61,7 @@ def random_histories(num_items: int, batch: int, length: int, seed: int = 0) -> 
     return Histories(
         torch.randint(1, num_items + 1, real.shape, generator=generator) * real,
         lengths,
-        torch.randint(0, 6, real.shape, generator=generator) * real,
+        torch.randint(0, HIGHEST + 1, real.shape, generator=generator) * real,
         times * real,
         torch.randint(0, 2 ** len(BEHAVIORS), real.shape, generator=generator) * real,
         random_features(SCHEMA.user, batch, seed=seed),

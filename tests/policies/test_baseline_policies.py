@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import recpo
+from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.contenders import BaselineOptions, baseline
@@ -66,7 +67,7 @@ def test_a_prefix_is_scored_as_a_history_of_its_own(data, held_out):
 
 def test_distinct_positives_are_those_of_implicit_als():
     torch.manual_seed(0)
-    ids, feedback = torch.randint(0, 6, (50, 12)), torch.randint(0, 6, (50, 12))
+    ids, feedback = torch.randint(0, 6, (50, 12)), torch.randint(0, HIGHEST + 1, (50, 12))
     lengths = torch.randint(0, 13, (50,))
     histories = Histories(ids, lengths, feedback)
     for most in (3, 12):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -38,7 +39,7 @@ def histories(lengths: list[int], seed: int = 0, padding: int = 0, width: int = 
     size = (len(lengths), width)
     valid = torch.arange(width) < torch.tensor(lengths)[:, None]
     ids = torch.where(valid, torch.randint(1, V + 1, size, generator=generator), padding)
-    feedback = torch.where(valid, torch.randint(0, 6, size, generator=generator), padding and 5)
+    feedback = torch.where(valid, torch.randint(0, HIGHEST + 1, size, generator=generator), padding and HIGHEST)
     times = torch.randint(0, 10**9, size, generator=generator).cumsum(1)
     return Histories(ids, torch.tensor(lengths), feedback, torch.where(valid, times, padding * 10**12))
 
@@ -82,7 +83,7 @@ def test_probabilities_sum_to_one(block: type[Block], options: dict[str, Any]) -
 def test_no_state_knows_a_later_event(block: type[Block], lengths: list[int], event: int, field: str) -> None:
     made, known = policy(block), histories(lengths)
     changed = getattr(known, field).clone()
-    changed[:, event] = {"item_ids": changed[:, event] % V + 1, "feedback": 5 - changed[:, event]}.get(
+    changed[:, event] = {"item_ids": changed[:, event] % V + 1, "feedback": HIGHEST - changed[:, event]}.get(
         field, changed[:, event] + 10**7
     )
     before, after = made.encode(known), made.encode(known._replace(**{field: changed}))
@@ -209,7 +210,7 @@ def test_divergence_at_every_position(similarity: Literal["dot", "cosine"]) -> N
 
 
 def test_the_padding_row_stays_zero_in_training() -> None:
-    made = policy(tie_weights=False, feedback_levels=6).train()
+    made = policy(tie_weights=False).train()
     optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()

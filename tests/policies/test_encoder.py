@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
+from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -38,7 +39,7 @@ def histories(lengths, length=LENGTH):
     real = torch.arange(length) < lengths[:, None]
     generator = torch.Generator().manual_seed(1)
     items = torch.randn(len(lengths), length, DIM, generator=generator, dtype=torch.float64) * real[..., None]
-    levels = torch.randint(0, 6, real.shape, generator=generator) * real
+    levels = torch.randint(0, HIGHEST + 1, real.shape, generator=generator) * real
     times = torch.randint(1, 10**6, real.shape, generator=generator).cumsum(1) * real
     return items, levels, times, lengths
 
@@ -50,7 +51,7 @@ def known(levels, times, lengths):
 
 def test_a_profile_is_the_network_over_the_weighed_mean_by_hand():
     torch.manual_seed(0)
-    profile = Profile(DIM, 6).double()
+    profile = Profile(DIM, HIGHEST + 1).double()
     torch.nn.init.normal_(profile.contract.weight)
     items, levels, _, lengths = histories([3, 0])
     total = sum(profile.gain.weight[levels[0, j]] * items[0, j] for j in range(3)) / (3 + 5)
@@ -64,7 +65,7 @@ def test_a_profile_is_the_network_over_the_weighed_mean_by_hand():
 
 def test_an_untrained_profile_adds_nothing_and_learns_at_once():
     torch.manual_seed(0)
-    profile = Profile(DIM, 6).double()
+    profile = Profile(DIM, HIGHEST + 1).double()
     items, levels, _, lengths = histories([3, 5])
     output = profile.last(items, levels, lengths)
     assert (output == 0).all()
@@ -74,7 +75,7 @@ def test_an_untrained_profile_adds_nothing_and_learns_at_once():
 
 def test_without_feedback_all_events_of_a_profile_weigh_alike():
     items, _, _, lengths = histories([3, 5])
-    for levels in (0, 6):
+    for levels in (0, HIGHEST + 1):
         profile = Profile(DIM, levels).double()
         torch.nn.init.normal_(profile.contract.weight)
         plain = profile.last(items * profile.gain.weight[0], None, lengths) if levels else None
@@ -117,7 +118,7 @@ def test_blocks_read_the_last_events_as_if_there_were_no_others(block):
 
 def fold_in_of(rank=3):
     torch.manual_seed(0)
-    fold_in = FoldIn(DIM, rank, 6).double()
+    fold_in = FoldIn(DIM, rank, HIGHEST + 1).double()
     shake(fold_in)
     return fold_in
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import RecpoError
+from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.lazy_decoder import DecoderOptions, LazyDecoder, Placement
@@ -56,7 +57,7 @@ def histories(lengths: list[int], seed: int = 0, padding: int = 0) -> Histories:
     size = (len(lengths), H)
     valid = torch.arange(H) < torch.tensor(lengths)[:, None]
     ids = torch.where(valid, torch.randint(1, V + 1, size, generator=generator), padding)
-    feedback = torch.where(valid, torch.randint(0, 6, size, generator=generator), padding and 5)
+    feedback = torch.where(valid, torch.randint(0, HIGHEST + 1, size, generator=generator), padding and HIGHEST)
     times = torch.randint(0, 10**9, size, generator=generator).cumsum(1)
     return Histories(ids, torch.tensor(lengths), feedback, torch.where(valid, times, padding * 10**12))
 

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from recpo.artifacts.semantic_codes import Codes
-from recpo.base.feedback import GRADES
+from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
 from recpo.policies import catalog_search, sampling
 from recpo.policies.baseline import ImplicitPolicy, SequentialRulesPolicy
@@ -85,7 +85,7 @@ def histories(lengths: list[int], seed: int = 0, padding: int = 0, width: int = 
     size = (len(lengths), width)
     valid = torch.arange(width) < torch.tensor(lengths)[:, None]
     ids = torch.where(valid, torch.randint(1, V + 1, size, generator=generator), padding)
-    feedback = torch.where(valid, torch.randint(0, 6, size, generator=generator), padding and 5)
+    feedback = torch.where(valid, torch.randint(0, HIGHEST + 1, size, generator=generator), padding and HIGHEST)
     times = torch.randint(0, 10**9, size, generator=generator).cumsum(1)
     return Histories(ids, torch.tensor(lengths), feedback, torch.where(valid, times, padding * 10**12))
 

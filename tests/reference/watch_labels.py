@@ -106,6 +106,6 @@ def feedback_levels(watch_ms, duration_ms, dislike, period, exponent=0.0, base=2
         elif not pool:
             levels.append(0)
         else:
-            cutoffs = [min(w for w in pool if 4 * sum(p <= w for p in pool) >= k * len(pool)) for k in (1, 2, 3)]
+            cutoffs = [min(w for w in pool if 16 * sum(p <= w for p in pool) >= k * len(pool)) for k in range(1, 16)]
             levels.append(2 + sum(times[i] > cutoff for cutoff in cutoffs))
     return levels

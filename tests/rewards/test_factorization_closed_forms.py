@@ -145,7 +145,7 @@ def test_positive_pairs_are_distinct_and_come_with_the_events_read():
 def test_places_of_positives_in_the_last_events():
     ids, levels = (
         torch.tensor([[5, 6, 5, 7, 6, 9], [1, 2, 0, 4, 0, 0]]),
-        torch.tensor([[5, 4, 4, 3, 5, 5], [4, 5, 5, 3, 5, 5]]),
+        torch.tensor([[17, 10, 12, 9, 17, 17], [10, 16, 17, 9, 17, 17]]),
     )
     histories = Histories(ids, torch.tensor([5, 4]), levels)
     every = positive_places(histories, 6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recpo.artifacts.checksums import kind_of
-from recpo.base.feedback import GRADES
+from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import Histories
 from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.ops.kernels import column_blocks
@@ -24,7 +24,7 @@ def histories():
     lengths = torch.tensor([0, 1, 7, 12])
     item_ids = torch.randint(1, 61, (4, 12), generator=generator)
     item_ids[torch.arange(12) >= lengths[:, None]] = 0
-    return Histories(item_ids, lengths, torch.randint(0, 6, (4, 12), generator=generator))
+    return Histories(item_ids, lengths, torch.randint(0, HIGHEST + 1, (4, 12), generator=generator))
 
 
 def folded_by_hand(factors, histories, user):

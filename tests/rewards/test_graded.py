@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from recpo.base.feedback import GRADES
 from recpo.base.types import Histories
 from recpo.rewards import graded
 from recpo.rewards.factors import Factors
@@ -201,7 +202,7 @@ def test_a_period_has_the_grades_of_its_own_events(data):
 
 
 def test_a_log_without_grades_is_refused(data, monkeypatch):
-    monkeypatch.setattr(graded, "GRADES", (float("nan"),) * 6)
+    monkeypatch.setattr(graded, "GRADES", (float("nan"),) * len(GRADES))
     with refused("empty", str(data.root)):
         fit_factors(data, FactorOptions(method="als", ranks=(2,), ridges=(1.0,), sweeps=1))
 

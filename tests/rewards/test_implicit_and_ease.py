@@ -138,11 +138,11 @@ def test_ease_is_the_constrained_ridge_regression(data, matrix, ease):
 @pytest.fixture(scope="module")
 def histories():
     items = torch.tensor([[5, 9, 5, 3, 0, 0], [0] * 6, [1, 2, 3, 4, 6, 7]])
-    levels = torch.tensor([[5, 4, 5, 3, 0, 0], [0] * 6, [5, 1, 0, 2, 4, 5]])
+    levels = torch.tensor([[17, 10, 13, 9, 0, 0], [0] * 6, [17, 1, 0, 2, 10, 16]])
     return Histories(items, torch.tensor([4, 0, 6]), levels)
 
 
-def test_positives_of_a_history_are_the_upper_two_levels_each_item_once(histories):
+def test_positives_of_a_history_are_the_upper_levels_each_item_once(histories):
     assert positive_places(histories, 10).int().tolist() == [[1, 1, 0, 0, 0, 0], [0] * 6, [1, 0, 0, 0, 1, 1]]
     assert positive_places(histories, 3).int().tolist() == [[0, 1, 1, 0, 0, 0], [0] * 6, [0, 0, 0, 0, 1, 1]]
     with refused("missing_value", "feedback"):
@@ -168,8 +168,8 @@ def test_a_fold_in_of_allrank_is_the_user_step(allrank, histories):
     expected = dense_side(counts, allrank.item_factors.double().numpy(), 0.05, 0.02, 1.0, sums)
     np.testing.assert_allclose(allrank.fold_in(histories), expected, atol=1e-6)
     # a dislike, whose grade is 0, lowers what a user without it would get of the item
-    liked = Histories(torch.tensor([[5, 0]]), torch.tensor([1]), torch.tensor([[5, 0]]))
-    both = Histories(torch.tensor([[5, 7]]), torch.tensor([2]), torch.tensor([[5, 1]]))
+    liked = Histories(torch.tensor([[5, 0]]), torch.tensor([1]), torch.tensor([[17, 0]]))
+    both = Histories(torch.tensor([[5, 7]]), torch.tensor([2]), torch.tensor([[17, 1]]))
     of_seven = [float((allrank.fold_in(one) @ allrank.item_factors.T)[0, 6]) for one in (liked, both)]
     assert of_seven[1] < of_seven[0]
 

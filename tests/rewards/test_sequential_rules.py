@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from recpo.base.feedback import HIGHEST, LEAST_POSITIVE_LEVEL
 from recpo.base.types import Histories
 from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules, rules_of
 from tests.refusals import refused
@@ -88,14 +89,14 @@ def test_scores_are_those_of_a_loop_over_the_positives_of_a_history(data):
             for distance, other in enumerate(items[a + 1 : a + 5]):
                 pairs[one, other] += 0.7**distance * (one != other)
     rng = np.random.default_rng(0)
-    items, levels = rng.integers(1, data.num_items + 1, (4, 9)), rng.integers(0, 6, (4, 9))
+    items, levels = rng.integers(1, data.num_items + 1, (4, 9)), rng.integers(0, HIGHEST + 1, (4, 9))
     lengths = np.array([0, 3, 7, 9])
     expected = np.tile(1e-6 * counts[1:] / counts.max(), (4, 1))
     for row, length in enumerate(lengths):
         age, seen = 0, set()
         for place in range(length - 1, max(-1, length - 7), -1):
             item = items[row, place]
-            if levels[row, place] < 4 or item in seen:
+            if levels[row, place] < LEAST_POSITIVE_LEVEL or item in seen:
                 continue
             seen.add(item)
             own = {i: weight / (counts[item] + 3.0) for (j, i), weight in pairs.items() if j == item and weight}

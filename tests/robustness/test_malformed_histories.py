@@ -19,6 +19,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.histories import HistoryReader
 from recpo.serving.recommending import milliseconds, recommend_lists, score_candidates
 from recpo.serving.saved_policy import PolicyRuntime
+from tests.cutoffs import quarters
 
 NUM_ITEMS, K = 9, 3
 NOW = 1_650_000_000_000
@@ -30,7 +31,7 @@ RUNTIME = PolicyRuntime(
     CatalogSoftmaxPolicy(NUM_ITEMS, dim=4, heads=1, layers=1, max_history=4, block=HSTUBlock).eval()
 )
 READERS = {
-    "watched": FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)}),
+    "watched": FeedbackDefinition(cutoffs={3: quarters(2.0, 4.0, 6.0)}),
     "labeled": FeedbackDefinition(),
 }
 

@@ -16,11 +16,12 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.recommending import milliseconds, recommend_lists
+from tests.cutoffs import quarters
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
 CODEBOOKS = (8, 6, 5)
 #: Of items of 8 to 16 seconds; ``watch_of`` realizes every level with a duration of 10 s.
-FEEDBACK = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
+FEEDBACK = FeedbackDefinition(cutoffs={3: quarters(2.0, 4.0, 6.0)})
 ORIGIN = {"run": "run-0", "checkpoint": "best", "weights": "0" * 64}
 
 

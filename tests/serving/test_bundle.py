@@ -14,10 +14,12 @@ import torch
 
 import recpo
 from recpo.base.errors import RecpoError
+from recpo.base.feedback import HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import BundleManifest, program_interface
+from tests.cutoffs import LEVELS, quarters
 from tests.refusals import refused
 from tests.serving.conftest import served_by
 from tests.serving.test_bundle_safety import sign
@@ -25,8 +27,8 @@ from tests.serving.test_bundle_safety import sign
 pytestmark = pytest.mark.slow
 
 NUM_ITEMS, MAX_HISTORY, K = 120, 12, 20
-#: Feedback that has the level of its index, for the cutoffs of conftest.
-WATCHED = (np.nan, np.nan, 1.0, 3.0, 5.0, 8.0)
+#: Watch times of some levels, for the cutoffs of conftest.
+WATCHED = dict(zip((0, 1, *LEVELS), (np.nan, np.nan, 1.0, 3.0, 5.0, 8.0), strict=True))
 T0 = 1_650_000_000_000
 ELEMENT_TYPES = {"int64": onnx.TensorProto.INT64, "float32": onnx.TensorProto.FLOAT}
 
@@ -51,7 +53,7 @@ def random_histories(users=41, longest=MAX_HISTORY, seed=0):
     rng = np.random.default_rng(seed)
     lengths = [0, longest, *rng.integers(0, longest + 1, users - 2)]
     ids = [rng.integers(1, NUM_ITEMS + 1, n).tolist() for n in lengths]
-    levels = [rng.integers(0, 6, n).tolist() for n in lengths]
+    levels = [rng.choice(list(WATCHED), n).tolist() for n in lengths]
     times = [(T0 + rng.integers(1, 10**9, n).cumsum()).tolist() for n in lengths]
     return (ids, levels, times), frame_of(ids, levels, times), [f"u{row}" for row in range(users)]
 
@@ -219,7 +221,7 @@ def test_an_unknown_engine_is_refused(bundle_path, engine):
         ("item_ids", -1, ("out_of_range", "item_ids")),
         ("item_ids", NUM_ITEMS + 1, ("out_of_range", "item_ids")),
         ("feedback", -1, ("out_of_range", "feedback")),
-        ("feedback", 9, ("out_of_range", "feedback")),
+        ("feedback", HIGHEST + 1, ("out_of_range", "feedback")),
         ("exclude", -1, ("out_of_range", "exclude")),
         ("exclude", NUM_ITEMS + 1, ("out_of_range", "exclude")),
     ],
@@ -239,7 +241,7 @@ def test_shapes_and_types_of_inputs_are_checked(bundle):
             bundle.runtime.recommend(EncodedHistories(right[0], wrong, right[2]), 3)
 
 
-@pytest.mark.parametrize("level", [-1, 9])
+@pytest.mark.parametrize("level", [-1, HIGHEST + 1])
 def test_the_program_itself_takes_a_level_out_of_range_for_unknown(bundle, level):
     """Whoever runs model.onnx without recpo: -1 was served as the last level, the best."""
     items = np.zeros((1, MAX_HISTORY), np.int64)
@@ -247,7 +249,7 @@ def test_the_program_itself_takes_a_level_out_of_range_for_unknown(bundle, level
     none = np.zeros((1, 1), np.int64)
     strange, unknown, best = (
         bundle.runtime.run(EncodedHistories(items, feedback, none))
-        for feedback in (np.full_like(items, level), np.zeros_like(items), np.where(items, 5, 0))
+        for feedback in (np.full_like(items, level), np.zeros_like(items), np.where(items, HIGHEST, 0))
     )
     np.testing.assert_array_equal(strange[1], unknown[1])
     assert not np.array_equal(strange[1], best[1])
@@ -255,7 +257,7 @@ def test_the_program_itself_takes_a_level_out_of_range_for_unknown(bundle, level
 
 def test_a_bundle_says_where_it_comes_from(bundle_path, bundle):
     assert bundle.manifest.origin == {"run": "run-0", "checkpoint": "best", "weights": "0" * 64}
-    assert bundle.feedback.cutoffs == {3: (2.0, 4.0, 6.0)}
+    assert bundle.feedback.cutoffs == {3: quarters(2.0, 4.0, 6.0)}
     assert bundle.manifest.policy["class"] == "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy"
     content = json.loads((bundle_path / "manifest.json").read_text())
     assert content["versions"]["torch"] == torch.__version__

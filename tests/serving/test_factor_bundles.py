@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -133,8 +134,11 @@ def test_a_new_item_has_the_prior_mean_of_its_features(factors, living, world, b
     assert model.item_bias[same].std() > 0.001
     assert model.history_prior[same].std() > 0
     histories, people = asked
-    lists = grown.recommend(histories, k=20, user_features=people)
-    assert lists["item_id"].between(10**6, 2 * 10**6).any()
+    users = np.repeat(histories["user_id"].unique(), len(rows))
+    candidates = [pd.DataFrame({"user_id": users, "item_id": np.resize(t["item_id"], len(users))}) for t in (rows, new)]
+    old, added = (grown.score(histories, one, user_features=people)["score"] for one in candidates)
+    np.testing.assert_allclose(added, old, atol=1e-4)
+    assert old.std() > 0.001
     # popularity says the same of both
     popular = factors.with_popularity(torch.from_numpy(living.item_counts()), 0.1)
     torch.testing.assert_close(

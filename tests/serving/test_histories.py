@@ -14,10 +14,11 @@ from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.serving.histories import HistoryReader, ServingCounts
+from tests.cutoffs import quarters
 from tests.refusals import refused
 
 T0 = 1_650_000_000_000
-FEEDBACK = FeedbackDefinition(cutoffs={3: (2.0, 4.0, 6.0)})
+FEEDBACK = FeedbackDefinition(cutoffs={3: quarters(2.0, 4.0, 6.0)})
 READER = HistoryReader(IdMap(pa.array(["a", "b", "c", "d", "e"])), FEEDBACK, 3, reads_timestamps=True)
 NUMBERED = HistoryReader(IdMap(pa.array([10, 20, 30])), FEEDBACK, 3)
 
@@ -47,12 +48,12 @@ def test_events_are_sorted_by_user_and_time_and_ties_keep_their_order():
     [
         ({"watch_time": 1.0}, 2),
         ({"watch_time": 2.0}, 2),  # not longer than the cutoff
-        ({"watch_time": 2.001}, 3),
-        ({"watch_time": 5.0}, 4),
-        ({"watch_time": 60.0}, 5),
+        ({"watch_time": 2.001}, 6),
+        ({"watch_time": 5.0}, 10),
+        ({"watch_time": 60.0}, 17),
         ({"watch_time": 60.0, "dislike": True}, 1),
         ({"watch_time": 60.0, "dislike": 1}, 1),
-        ({"watch_time": 60.0, "dislike": 0}, 5),
+        ({"watch_time": 60.0, "dislike": 0}, 17),
         ({"watch_time": None}, 0),
         ({"watch_time": None, "dislike": True}, 1),
         ({"watch_time": 5.0, "duration": None}, 0),

@@ -191,7 +191,7 @@ LEARNERS = {
     "cispo": (CISPO(), IMPRESSIONS, GROUPS),
     "reinforce": (Reinforce(), IMPRESSIONS, {"advantage": LeaveOneOutAdvantage(), "reward": LoggedReward()}),
     "mpo_draws": (MPO(0.2, base="old", candidates_are_draws=True), IMPRESSIONS, {"reward": LoggedReward()}),
-    "mpo_dual": (MPO(kl_target=0.5), IMPRESSIONS, {"reward": LoggedReward()}),
+    "mpo_dual": (MPO(kl_target=0.5), IMPRESSIONS, {"reward": LoggedReward(), "rate": 5e-3}),
     "reinforce_off_policy": (
         Reinforce(off_policy=True),
         IMPRESSIONS,
