@@ -40,19 +40,9 @@ from recpo.rewards.implicit import EaseOptions
 from recpo.training.run import Run
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.training.tilting import has_grades
+from recpo.verbs import fit_recipes
 from recpo.verbs.contenders import ModelOptions, contenders_of
 from recpo.verbs.factorize import Factorize
-from recpo.verbs.fit_recipes import (
-    FACTORS,
-    MPO,
-    MPO_MODEL,
-    PRETRAIN,
-    PRETRAIN_RANKING,
-    RECIPES,
-    REWARD_MODEL,
-    Recipe,
-    Recipes,
-)
 from recpo.verbs.tilt import Tilt
 from recpo.verbs.tracking import run_tracked
 from recpo.verbs.train import continued
@@ -183,7 +173,7 @@ class Road:
         self.root, self.options, self._first = root, options, first or self
         self.plan: Plan = first.plan if first else Plan.open(root)
         self._began: float = first._began if first else time.monotonic() - self.plan.spent
-        self._asked: dict[str, tuple[Recipe, Mapping[str, Any]]] = {}  # recipe and changed options by name
+        self._asked: dict[str, tuple[fit_recipes.Recipe, Mapping[str, Any]]] = {}  # recipe and changed options by name
         self._measured: dict[str, Evaluated] = {}
         self.measuring_seconds = 0.0
 
@@ -264,7 +254,7 @@ class Road:
         """Whether the data have features, or behaviors, beside ids."""
         return bool(self.data.feature_schema.item) or any(self.sides.values())
 
-    def train(self, name: str, recipe: Recipe, changed: Mapping[str, Any] | None = None) -> bool:
+    def train(self, name: str, recipe: fit_recipes.Recipe, changed: Mapping[str, Any] | None = None) -> bool:
         """Trains a recipe, or continues its training.
 
         Args:
@@ -301,7 +291,7 @@ class Road:
 
     def factorize(self) -> None:
         """Fits the reward model."""
-        out, before = self.root / FACTORS, self._first.root / FACTORS
+        out, before = self.root / fit_recipes.FACTORS, self._first.root / fit_recipes.FACTORS
         verb = Factorize(self.data, out, seed=self.options.seed, progress=self.options.progress)
         self.step(verb if before == out else verb.of(Factors.open(before)), out)
 
@@ -321,7 +311,7 @@ class Road:
         how["temperature"] = "auto" if temperature is None else temperature
         if self.by_grades:
             how["lower_bound"] = _LOWER_BOUND
-        by = self.root / FACTORS if self.by_grades else RULES
+        by = self.root / fit_recipes.FACTORS if self.by_grades else RULES
         self.step(Tilt(self.path_of(base), by, self.data, out=out, **how), out / Run.FINISHED)
 
     def again(self, data: Prepared) -> "Road":
@@ -342,12 +332,12 @@ class Road:
         """Makes a contender of the first road again, as it was made there; False if its training diverged."""
         if name in self.named:
             return True
-        if name == FACTORS:
+        if name == fit_recipes.FACTORS:
             self.factorize()
             return True
         if name.startswith(TILTED):
             base, run = name.removeprefix(TILTED), self._first.run_of(name)
-            made = run is not None and self.remake(base) and (not self.by_grades or self.remake(FACTORS))
+            made = run is not None and self.remake(base) and (not self.by_grades or self.remake(fit_recipes.FACTORS))
             if run is not None and made:
                 self.tilt(name, base, run.results["tilt/temperature"])
             return made
@@ -358,8 +348,8 @@ class Road:
     @property
     def seconds_again(self) -> float:
         """Seconds to make a contender again: preparation, reward model, pre-training and the longest other training."""
-        shared = (self.root / PREPARE, self.root / FACTORS, self.root / RUNS / PRETRAIN)
-        others = (self.root / RUNS / name for name in self._asked if name != PRETRAIN)
+        shared = (self.root / PREPARE, self.root / fit_recipes.FACTORS, self.root / RUNS / fit_recipes.PRETRAIN)
+        others = (self.root / RUNS / name for name in self._asked if name != fit_recipes.PRETRAIN)
         seconds, longest = ([self.plan.seconds_of(out) or 0.0 for out in outs] for outs in (shared, others))
         return sum(seconds) + max(longest, default=0.0)
 
@@ -422,7 +412,7 @@ class Road:
         """The directory of a contender, or its name if it has none."""
         if name in self.named:
             return name
-        return self.root / FACTORS if name == FACTORS else self.root / RUNS / name
+        return self.root / fit_recipes.FACTORS if name == fit_recipes.FACTORS else self.root / RUNS / name
 
     def finished(self, name: str) -> bool:
         """Whether the run of this name was written."""
@@ -461,7 +451,7 @@ class Road:
 
     # the length of training
 
-    def decide_effort(self, choices: Sequence[Recipes], twice: bool = False) -> None:
+    def decide_effort(self, choices: Sequence[fit_recipes.Recipes], twice: bool = False) -> None:
         """Decides which recipes are trained, and for which share of their recommended steps.
 
         A few steps of pre-training and MPO are timed. The first recipes are taken of which enough fits into the budget;
@@ -493,10 +483,10 @@ class Road:
         """Predicted seconds of every recipe at its full length; a step that is not timed costs one of pre-training."""
         probes, seconds = self.root / "probe", {}
         shutil.rmtree(probes, ignore_errors=True)
-        for name in (PRETRAIN, PRETRAIN_RANKING, MPO, MPO_MODEL):
+        for name in (fit_recipes.PRETRAIN, fit_recipes.PRETRAIN_RANKING, fit_recipes.MPO, fit_recipes.MPO_MODEL):
             if name in wanted:
-                clock, recipe = _Clock(), RECIPES[name]
-                options = {**self._options(recipe, start=probes / PRETRAIN), **self._sized(recipe, 1.0)}
+                clock, recipe = _Clock(), fit_recipes.RECIPES[name]
+                options = {**self._options(recipe, start=probes / fit_recipes.PRETRAIN), **self._sized(recipe, 1.0)}
                 options |= {"trainer.max_steps": _PROBE_STEPS, "trainer.limit_val_batches": 1}
                 try:
                     self._train(probes / name, self._files(recipe), options, [clock])
@@ -505,21 +495,24 @@ class Road:
                         raise
                 seconds[name] = clock.seconds
         shutil.rmtree(probes, ignore_errors=True)
-        shared, counts = seconds[PRETRAIN], counts_of(self.data)
-        return {name: _OVERHEAD * seconds.get(name, shared) * _full_length(RECIPES[name], counts) for name in wanted}
+        shared, counts = seconds[fit_recipes.PRETRAIN], counts_of(self.data)
+        return {
+            name: _OVERHEAD * seconds.get(name, shared) * _full_length(fit_recipes.RECIPES[name], counts)
+            for name in wanted
+        }
 
-    def _files(self, recipe: Recipe) -> list[Path]:
+    def _files(self, recipe: fit_recipes.Recipe) -> list[Path]:
         """The configurations; where the data have features of the items, pre-training reads them."""
         names = list(recipe.configs)
         if recipe.after is None and recipe.sizes is not None and self.data.feature_schema.item:
             names.append(_WITH_FEATURES)
         return [configurations() / f"{name}.yaml" for name in names]
 
-    def options_of(self, recipe: Recipe) -> dict[str, Any]:
+    def options_of(self, recipe: fit_recipes.Recipe) -> dict[str, Any]:
         """The options of a recipe that differ from its configurations, by dotted name."""
         return {**self._options(recipe), **self._sized(recipe)}
 
-    def _options(self, recipe: Recipe, start: Path | None = None) -> dict[str, Any]:
+    def _options(self, recipe: fit_recipes.Recipe, start: Path | None = None) -> dict[str, Any]:
         options: dict[str, Any] = {"data.prepared": self.data.root, "seed": self.options.seed}
         options["data.seed"] = self.options.seed
         if recipe.after is not None:
@@ -531,14 +524,14 @@ class Road:
             options |= {f"policy.init_args.{name}": str(has).lower() for name, has in changed.items()}
             if reads_all and not self.data.feature_schema.item:
                 options["policy.init_args.item_features"] = "null"
-        if recipe.reward == FACTORS:
-            options["reward.init_args.factors"] = self.root / FACTORS
-        if recipe.reward == REWARD_MODEL:
-            arguments = {"run": str(self.root / RUNS / REWARD_MODEL), "calibrated": False}
+        if recipe.reward == fit_recipes.FACTORS:
+            options["reward.init_args.factors"] = self.root / fit_recipes.FACTORS
+        if recipe.reward == fit_recipes.REWARD_MODEL:
+            arguments = {"run": str(self.root / RUNS / fit_recipes.REWARD_MODEL), "calibrated": False}
             options["reward"] = json.dumps({"class_path": "LearnedReward", "init_args": arguments})
         return {**options, **recipe.changed}
 
-    def _sized(self, recipe: Recipe, effort: float | None = None) -> dict[str, Any]:
+    def _sized(self, recipe: fit_recipes.Recipe, effort: float | None = None) -> dict[str, Any]:
         """The options that follow from the size of the log and the budget."""
         if recipe.sizes is None:
             return {}
@@ -564,7 +557,7 @@ class Road:
         continued(out, config=list(files), callbacks=callbacks, progress=self.options.progress, **options)
 
 
-def _full_length(recipe: Recipe, counts: LogCounts) -> int:
+def _full_length(recipe: fit_recipes.Recipe, counts: LogCounts) -> int:
     """Optimizer steps of a recipe; one with patience stops after about half of its epochs."""
     steps = sizes_of(recipe.sizes or "gbpo", counts).steps
     return steps // 2 if recipe.sizes == "ranking" else steps
