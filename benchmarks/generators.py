@@ -1,10 +1,11 @@
 """Logs of other makers: their users, tastes and loggers share nothing with the worlds of `recpo simulate`.
 
-`recpo fit` is judged on them as on any log (``decisions.py --logs books clips news shop thumbs``): what it reads, what
-it decides, and what its lists are worth. Each function returns the log as a frame, the true value of every item for
-every user ``[users, items]``, and tables that lie beside the log, by name.
+`recpo fit` is judged on them as on any log (``decisions.py --logs books carts clips news shop thumbs``): what it reads,
+what it decides, and what its lists are worth. Each function returns the log as a frame, the true value of every item
+for every user ``[users, items]``, and tables that lie beside the log, by name.
 
 - ``books``: ratings of 1 to 5 stars that people give to what they chose themselves, with a table of genres.
+- ``carts``: views, carts and purchases as rows of a shop.
 - ``clips``: watch times of people with several interests; half of them are shown what suits them.
 - ``news``: impressions and clicks; articles age, and half of a feed is personal.
 - ``shop``: purchases alone, of which one leads to the next.
@@ -44,6 +45,27 @@ def books(draw: np.random.Generator, users: int = 3_000, items: int = 2_000) -> 
 
     table = pd.DataFrame({"item_id": np.arange(items), "genre": [f"genre {number}" for number in genre]})
     return frame(events(), "rating"), ((rating - 1) / 4).clip(0, 1), {"items": table}
+
+
+def carts(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) -> Made:
+    """Views, and what follows some of them, as rows; the true value is the probability that a view ends in a purchase."""
+    kinds = 25
+    kind, taste = draw.integers(0, kinds, items), draw.dirichlet(np.full(kinds, 0.25), users)
+    affinity = 0.6 * np.log(taste[:, kind] + 0.01) + 0.5 * draw.normal(size=(users, 8)) @ draw.normal(size=(8, items))
+    bought = expit(0.9 * (affinity - affinity.mean()) + draw.normal(0, 0.8, items) - 3.2)
+    fame = draw.normal(0, 1, items)
+
+    def events() -> Events:
+        for user, number in enumerate(draw.lognormal(3.2, 0.7, users).clip(6, items / 4).astype(int)):
+            viewed, moment = draw.permutation(top(fame + 0.6 * affinity[user], number, draw)), times(number, 30, draw)
+            reached = np.sqrt(bought[user, viewed]) > draw.random((2, number))
+            steps = [np.ones(number, bool), reached[0], reached.all(0)]
+            parts = [(viewed[of], moment[of] + 300_000 * place, of[of] * place) for place, of in enumerate(steps)]
+            rows = [np.concatenate(column) for column in zip(*parts, strict=True)]
+            yield tuple(column[np.argsort(rows[1], kind="stable")] for column in rows)
+
+    log = frame(events(), "event_type")
+    return log.replace({"event_type": dict(enumerate(("view", "cart", "purchase")))}), bought, {}
 
 
 def clips(draw: np.random.Generator, users: int = 2_000, items: int = 2_500) -> Made:
@@ -133,7 +155,9 @@ def thumbs(draw: np.random.Generator, users: int = 1_500, items: int = 800) -> M
     return frame(visits, "like", "dislike"), like, {}
 
 
-GENERATORS: Final[dict[str, Callable[..., Made]]] = {one.__name__: one for one in (books, clips, news, shop, thumbs)}
+GENERATORS: Final[dict[str, Callable[..., Made]]] = {
+    one.__name__: one for one in (books, carts, clips, news, shop, thumbs)
+}
 
 
 def top(scores: Array, number: int, draw: np.random.Generator) -> Array:

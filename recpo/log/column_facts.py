@@ -316,6 +316,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 #: What users do with items: name of the behavior -> names of flag columns.
+_CONVERSIONS: Final = ("conversion", "converted")
 BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "click": ("click", "clicked", "clk"),
     "complete": ("complete", "completed", "finish", "finished"),
@@ -323,9 +324,9 @@ BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "follow": ("follow", "followed", "subscribe", "subscribed"),
     "share": ("share", "shared", "forward", "forwarded"),
     "comment": ("comment", "commented"),
-    "save": ("save", "saved", "favorite", "favorited", "bookmark", "bookmarked", "collect", "addtolist"),
+    "save": ("save", "saved", "fav", "favorite", "favorited", "bookmark", "bookmarked", "collect", "addtolist"),
     "cart": ("cart", "addtocart", "addedtocart", "atc"),
-    "purchase": ("purchase", "purchased", "buy", "bought", "order", "ordered", "conversion", "converted"),
+    "purchase": ("purchase", "purchased", "buy", "bought", "order", "ordered", "transaction", *_CONVERSIONS),
     "download": ("download", "downloaded", "install", "installed"),
     "profile": ("profileenter", "profilevisit"),
 }
@@ -337,6 +338,13 @@ EVENT_KINDS: Final = ("event", "eventtype", "action", "actiontype", "behavior", 
 _OFFERS: Final = frozenset(
     {"impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed"}
 )
+
+#: Kinds of events that are an exposure where there are kinds for what follows, and else all that is known.
+_VIEWS: Final = frozenset(
+    {"view", "views", "viewed", "pageview", "pageviews", "pv", "itemview", "productview", "detail"}
+)
+#: Beginnings of kinds of events that take something back.
+_UNDONE: Final = ("remove", "delete", "cancel", "return", "refund", "unlike", "unsave", "unfollow", "unsubscribe")
 
 #: Flags of events that the user did not want, and their values for all others: numbers, booleans, texts of files.
 SKIPS: Final = ("skip", "skipped", "bounce", "bounced")
@@ -444,8 +452,14 @@ def opinions(name: str, texts: Sequence[str]) -> Opinions | None:
 
 
 def offers(texts: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of events among ``texts`` that only say what was offered, such as "impression"."""
-    return tuple(text for text in texts if _plain(text) in _OFFERS)
+    """The kinds of events among ``texts`` that only say what was offered, such as "impression", or was taken back.
+
+    A view is an offer where another kind says what followed, such as a purchase, unless there are impressions.
+    """
+    plain = {text: _plain(text) for text in texts}
+    offered = _OFFERS & set(plain.values()) or (_VIEWS if any(map(behavior_of, texts)) else frozenset())
+    found = tuple(text for text, word in plain.items() if word in offered)
+    return found + tuple(text for text, word in plain.items() if found and word.startswith(_UNDONE))
 
 
 def true_texts(texts: Sequence[str]) -> tuple[str, ...]:

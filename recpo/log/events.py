@@ -18,6 +18,7 @@ from recpo.log.schema import MILLISECONDS_PER_UNIT, PERIODS, TIE_RULE, TRAIN, Co
 #: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
 EARLIEST_MS: Final = 31_536_000_000
 LATEST_MS: Final = 4_102_444_800_000
+_MILLISECONDS_PER_DAY: Final = 86_400_000
 _DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 
@@ -162,6 +163,19 @@ def _kept(value: ir.FloatingColumn, valid: ir.BooleanColumn) -> ir.FloatingColum
 
 def _flag(raw: ir.Table, column: str) -> ir.BooleanColumn:
     return (number(raw[column]) == 1).fill_null(False) if column in raw.columns else ibis.literal(False)
+
+
+def outcomes(events: ir.Table) -> ir.Table:
+    """Of a user's events with an item on one UTC day, the one with the highest label; the first one of several.
+
+    For logs in which an exposure and what followed have rows of their own, such as a view and a purchase.
+    """
+    same = [events[name] for name in (LogColumns.USER_ID, LogColumns.ITEM_ID)]
+    day = events[LogColumns.TIMESTAMP] // _MILLISECONDS_PER_DAY
+    # not desc(): Ibis takes one direction per column, and the label is also a key of the order of time
+    order = [(-events[Derived.VALUE]).asc(nulls_first=False), *time_order(events)]
+    ranked = events.mutate(place=ibis.row_number().over(group_by=[*same, day], order_by=order))
+    return ranked.filter(ranked.place == 0).drop("place")
 
 
 def time_order(events: ir.Table, *, newest_first: bool = False) -> list[ir.Column]:

@@ -61,6 +61,9 @@ class Preparation:
     """maximum possible watch time in seconds"""
     strict: bool = False
     """reject impossible values and exact duplicates instead of neutralizing or dropping them"""
+    outcome_rows: bool = False
+    """an exposure and what followed, such as a view and a purchase, have rows of their own: of a user's events with an
+    item on one UTC day, only the first one with the highest label stays"""
     features: feature_columns.FeatureColumns = feature_columns.FeatureColumns()  # noqa: RUF009  frozen
     """features of items, users and requests, and the columns that they are read from"""
     behaviors: Mapping[str, str | FlagColumn] | None = None
@@ -76,6 +79,13 @@ class Preparation:
             )
         validate_ranges(self)
         self.more  # noqa: B018 checks the names of behaviors
+        if self.outcome_rows and LogColumns.LABEL not in self.label.needs:
+            raise RecpoError(
+                f"outcome_rows compares the labels of rows, and label {type(self.label).__name__} reads none: choose "
+                "BinaryColumn or NumericColumn, or leave it out",
+                code="conflicting_options",
+                field="outcome_rows",
+            )
 
     @property
     def mapping(self) -> Columns:
@@ -246,7 +256,13 @@ class PrepareRun:
         self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
-        return standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
+        events = standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
+        if not choice.outcome_rows:
+            return events
+        outcomes = self.engine.materialize("outcomes", standard_events.outcomes(events))
+        if others := kept - self.engine.count(outcomes):
+            self.dropped["another event of the user with the item on the same day"] = others
+        return outcomes
 
     def _warnings(self, ties: dict[str, int], feedback: FeedbackDefinition) -> list[str]:
         return [*tie_warnings(self.choice.label, ties), *unit_warnings(feedback), *self._file_warnings()]

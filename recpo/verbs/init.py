@@ -100,6 +100,8 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
         columns = replace(columns, label=found.label.column)
     if _differs_from_preset(found):
         chosen["behaviors"] = dict(found.behaviors)
+    if found.outcome_rows:
+        chosen["outcome_rows"] = True
     chosen |= {"label": label(**found.label.init_args), "split": split(**found.split.init_args)}
     return {**chosen, "columns": columns}
 
@@ -151,6 +153,7 @@ def _prepare_text(found: Inspection, files: Mapping[str, Path]) -> str:
         columns=_column_lines(found),
         label=_class_entry(label.class_name, label.init_args),
         label_why=_comment(label.why),
+        outcome_rows=found.outcome_rows,
         split=_class_entry(found.split.class_name, found.split.init_args),
         split_why=_comment(found.split.why),
         behaviors=_quoted(dict(found.behaviors)) if _differs_from_preset(found) else None,

@@ -9,6 +9,7 @@ from recpo.log.events import (
     add_positions,
     item_indices,
     item_table,
+    outcomes,
     place_events,
     select_columns,
     standardize,
@@ -85,6 +86,7 @@ def unbound(table, name):
 
 def test_the_pipeline_compiles_for_spark():
     events = unbound(standardize(log("int64"), PRESETS["plain"], 86_400.0, EventColumns()), "standard")
+    assert compiles(outcomes(events))
     split = TemporalSplit()
     boundaries = split.boundaries(1_700_000_000_000, 1_700_000_000_000 + 9 * DAY_MS, True)
     assert compiles(split.assign(events, boundaries), LeaveLastOut(valid_share=0.2).assign(events, {}))

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -18,7 +19,7 @@ from recpo.log.id_map import IdMap
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import EVENT_SCHEMA, PERIODS, Columns
-from recpo.log.shaping import EveryEvent
+from recpo.log.shaping import EveryEvent, NumericColumn
 from recpo.log.splits import LeaveLastOut
 from recpo.log.writing import Output, Sources
 from tests.log.conftest import DAY_MS, START_MS, make_log, write_log
@@ -258,6 +259,35 @@ def test_leave_last_out_without_a_clock(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_exposure_and_its_outcome_of_the_same_day_are_one_event(tmp_path):
+    """The first one with the highest label; a view stays without a purchase, or on another day."""
+    hour, kinds = 3_600_000, {"view": 0.0, "cart": 0.5, "purchase": 1.0, "scroll": None}
+    rows = [  # user, item, hour, kind, whether it stays
+        (1, 10, 0, "view", False),
+        (1, 10, 1, "cart", False),
+        (1, 10, 2, "purchase", True),
+        (1, 10, 23, "scroll", False),
+        (1, 10, 24, "view", True),
+        (1, 20, 3, "view", True),
+        (2, 10, 4, "view", False),
+        (2, 10, 5, "cart", True),
+        (2, 10, 6, "cart", False),
+    ] + [(user, item, 24 * day, "view", True) for user in (1, 2) for item, day in ((30, 2), (30, 3), (30, 4))]
+    user, item, hours, kind, stays = zip(*rows, strict=True)
+    times = [START_MS // DAY_MS * DAY_MS + hour * one for one in hours]
+    columns = {"user_id": user, "item_id": item, "timestamp": times, "label": [kinds[one] for one in kind]}
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    label = NumericColumn(low=0.0, high=1.0)
+    manifest = run([tmp_path / "log.parquet"], tmp_path / "out", label=label, outcome_rows=True)
+    found = pd.concat([pq.read_table(tmp_path / "out" / period).to_pandas() for period in PERIODS])
+    dropped = manifest["counts"]["dropped"]["another event of the user with the item on the same day"]
+    assert dropped == len(rows) - sum(stays)
+    labels = sorted((row.timestamp, row.label) for row in found[found["is_target"]].itertuples())
+    assert labels == sorted((time, kinds[one]) for time, one, stay in zip(times, kind, stays, strict=True) if stay)
+    with refused("conflicting_options", "outcome_rows"):
+        Preparation(label=EveryEvent(), outcome_rows=True)
+
+
 def test_the_sample_log_prepares(tmp_path):
     sample = Path(__file__).parents[2] / "data" / "sample.parquet"
     manifest = run(str(sample), tmp_path / "out")

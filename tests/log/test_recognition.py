@@ -153,6 +153,9 @@ def test_minutes_are_reported_only_if_they_are_not_plausible():
     assert "not plausible: median" in long.doubts[0]
 
 
+_BOUGHT, _KEPT = ("addtocart", "transaction"), ("cart", "purchase")
+
+
 @pytest.mark.parametrize(
     ("columns", "label", "behaviors"),
     [
@@ -164,7 +167,12 @@ def test_minutes_are_reported_only_if_they_are_not_plausible():
         ({"skipped": [True, False] * 20, "saved": [0, 1] * 20}, "saved", {}),
         ({"event": ["Impression", "click"] * 20}, FlagColumn("event", "click"), {}),
         ({"action": ["shown", "buy", "like", "shown"] * 10}, FlagColumn("action", ("buy", "like")), {}),
-        ({"event": ["view", "cart"] * 20}, None, {}),
+        ({"event": ["view", "cart"] * 20}, FlagColumn("event", "cart"), {}),
+        ({"event": ["view", "addtocart", "transaction", "view"] * 10}, FlagColumn("event", _BOUGHT), {}),
+        ({"event_type": ["view", "cart", "remove_from_cart", "purchase"] * 10}, FlagColumn("event_type", _KEPT), {}),
+        ({"behavior_type": ["pv", "fav", "cart", "buy"] * 10}, FlagColumn("behavior_type", ("buy", "cart", "fav")), {}),
+        ({"event": ["impression", "view", "purchase", "view"] * 10}, FlagColumn("event", ("purchase", "view")), {}),
+        ({"event": ["view", "scroll"] * 20}, None, {}),
         ({"click": [0, 1] * 20, "stars": [1, 5, 3, 2] * 10}, "stars", {"click": "click"}),
         ({"click": [0, 1] * 20, "watch_s": spread(30, 300)}, None, {"click": "click"}),
         ({"click": [1] * 40}, None, {"click": "click"}),
@@ -174,6 +182,7 @@ def test_without_watch_times_and_ratings_a_behavior_is_the_label(columns, label,
     found = recognize(facts(**BASE, **columns))
     assert (found.columns.label, dict(found.behaviors)) == (label, behaviors)
     is_read = label is not None and label != "stars"
+    assert found.outcome_rows == (is_read and bool({"event", "event_type", "action", "behavior_type"} & columns.keys()))
     assert any("remove it from prepare.yaml and choose label EveryEvent" in one for one in found.doubts) == is_read
 
 
