@@ -48,7 +48,7 @@ def books(draw: np.random.Generator, users: int = 3_000, items: int = 2_000) -> 
 
 
 def carts(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) -> Made:
-    """Views, and what follows some of them, as rows; the true value is the probability that a view ends in a purchase."""
+    """Views, and what follows some of them, as rows; the true value is how probable a purchase is."""
     kinds = 25
     kind, taste = draw.integers(0, kinds, items), draw.dirichlet(np.full(kinds, 0.25), users)
     affinity = 0.6 * np.log(taste[:, kind] + 0.01) + 0.5 * draw.normal(size=(users, 8)) @ draw.normal(size=(8, items))
