@@ -256,12 +256,18 @@ def _is_fixed(table: pa.Table, column: str, item: str | None) -> bool:
 #: What items are called, parts before wholes; with a unit of time or "length" after it, it is the item's duration.
 _ITEMS: Final = (
     *("item", "video", "movie", "product", "article", "track", "song", "episode", "film", "book", "lesson", "lecture"),
-    *("clip", "game", "recipe", "hotel", "restaurant", "podcast", "course"),
+    *("clip", "game", "recipe", "hotel", "restaurant", "podcast", "course", "anime", "manga", "joke"),
 )
 #: What items are called in an id only: alone these are other things as often, such as the text of a post.
 _ITEMS_WITH_ID: Final = (
     *("photo", "content", "news", "post", "ad", "app", "business", "poi", "feed", "show", "stream", "audiobook"),
     *("reel", "listing", "place", "venue", "job", "offer", "image", "pin", "asset", "story", "title"),
+)
+
+#: What has an id beside items.
+_NO_ITEMS: Final = frozenset(
+    {"user", "category", "session", "request", "order", "transaction", "event", "device", "tag", "genre", "author"}
+    | {"artist", "brand", "review", "row", "parent", "city", "country", "region", "group", "page", "tab", "campaign"}
 )
 
 #: What users do for a while; with a unit of time after it, or "time" or "duration", it is the watch time.
@@ -273,13 +279,21 @@ _USES: Final = (
 #: Names of each standard column, the most reliable first; compared without case, separators, units and RecBole's types.
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.USER_ID: (
-        *("userid", "uid", "user", "useridx", "userindex", "customerid", "customer", "memberid", "visitorid"),
-        *("listener", "viewer", "visitor", "reader", "buyer", "player", "shopper", "member", "subscriber"),
+        *("userid", "uid", "user", "username", "useridx", "userindex", "customerid", "customer", "memberid"),
+        *("visitorid", "listener", "viewer", "visitor", "reader", "buyer", "player", "shopper", "member", "subscriber"),
         *("viewerid", "reviewerid", "accountid", "profileid", "listenerid", "readerid", "buyerid", "playerid"),
         *("shopperid", "subscriberid", "householdkey", "householdid", "clientid", "deviceid", "sessionid"),
     ),
     LogColumns.ITEM_ID: (
-        *("itemid", "iid", "item", "itemidx", "itemindex", *(f"{name}id" for name in (*_ITEMS, *_ITEMS_WITH_ID))),
+        *(
+            "itemid",
+            "iid",
+            "vid",
+            "item",
+            "itemidx",
+            "itemindex",
+            *(f"{name}id" for name in (*_ITEMS, *_ITEMS_WITH_ID)),
+        ),
         *("asin", "parentasin", "sku", "goodsid", "isbn", "gtin", "upc", "productcode", "itemcode"),
         *_ITEMS,
         *("artistid", "artist"),
@@ -377,6 +391,12 @@ def plain_name(name: str) -> str:
     kept = [word for word in words(name) if word not in _UNITS]
     joined = "".join(kept[1:] if kept[:1] == ["is"] and len(kept) > 1 else kept)
     return joined or "".join(words(name))
+
+
+def is_id_of_something(name: str) -> bool:
+    """Whether a name ends as that of an id, and not of what items have in common or what happens to them."""
+    said = words(name)
+    return said[-1] in ("id", "uri", "key") and len(said) > 1 and not _NO_ITEMS & set(said)
 
 
 def rank_as(column: str, name: str) -> int | None:

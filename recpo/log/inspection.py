@@ -33,6 +33,8 @@ _LEAST_WATCHED: Final = 1_000
 _MOST_WATCHED: Final = 100_000
 _YEAR: Final = 365.0  # days
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
+#: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
+_UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
 _MS_PER_DAY: Final = 86_400_000.0
 
 
@@ -118,8 +120,13 @@ class Inspection(Recognition):
         if rated is not None and facts[rated].distinct > 1:
             if facts[rated].kind == "flag":
                 return Choice("BinaryColumn", {}, f"`{rated}` is 0 or 1")
-            low, high = _scale(facts[rated])
-            return Choice("NumericColumn", {"low": low, "high": high}, f"`{rated}` runs from {low:g} to {high:g}")
+            missing = _missing(facts[rated], self.sample.table[rated])
+            low, high = _scale(facts[rated], missing)
+            why = f"`{rated}` runs from {low:g} to {high:g}"
+            if missing is None:
+                return Choice("NumericColumn", {"low": low, "high": high}, why)
+            why += f", and {missing:g} is read as not rated; if it is a rating, remove missing, and set low to it"
+            return Choice("NumericColumn", {"low": low, "high": high, "missing": missing}, why)
         if watch is not None:
             high = round(facts[watch].high or 1.0, 3)
             why = f"`{watch}` divided by its 99 % quantile, because there is no duration"
@@ -344,9 +351,22 @@ def _timezone(values: pa.ChunkedArray) -> str | None:
     return None if zone in ("UTC", "Etc/UTC", "GMT", "Z", "+00:00", "-00:00") else zone
 
 
-def _scale(facts: ColumnFacts) -> tuple[float, float]:
+def _missing(facts: ColumnFacts, values: pa.ChunkedArray) -> float | None:
+    """The number that means that nothing was rated: -1 below a scale, or 0, if it is frequent and the next is not."""
+    if facts.few is None or len(facts.few) < _LEAST_SCALE:
+        return None
+    least, following = facts.few[:2]
+    share, next_share = (pc.mean(pc.equal(values, number)).as_py() for number in (least, following))
+    is_frequent = share >= _UNRATED_SHARE and share > _UNRATED_RATIO * next_share
+    return least if (least == -1 and following >= 0) or (least == 0 and is_frequent) else None
+
+
+def _scale(facts: ColumnFacts, missing: float | None) -> tuple[float, float]:
     """The ends of a rating's scale: a common scale that the values reach, else the smallest and largest value."""
     least, most = facts.least or 0.0, facts.most or 1.0
+    if missing is not None:
+        assert facts.few is not None
+        least = facts.few[1]
     for low, high in _SCALES:
         if facts.kind != "number" and low != int(low):
             continue  # a scale of halves has values with fractions

@@ -178,10 +178,19 @@ class _Recognizer:
             ranked = [(rank, name) for name in suiting if (rank := rank_as(role, name)) is not None]
             if role not in self.columns and ranked:
                 self._set(role, min(ranked)[1], "by its name")
+        self._find_alone()
+
+    def _find_alone(self) -> None:
+        """A time by its values and an item by the end of its name, where only one column is left for them."""
         if LogColumns.TIMESTAMP not in self.columns:
             clocks = [name for name, one in self.facts.items() if self._is_free(name) and _is_clock(one)]
             if len(clocks) == 1:
                 self._set(LogColumns.TIMESTAMP, clocks[0], "by its values")
+        if LogColumns.ITEM_ID not in self.columns:
+            free = [name for name, one in self.facts.items() if self._is_free(name) and one.kind in ("whole", "text")]
+            ids = [name for name in free if column_facts.is_id_of_something(name)]
+            if len(ids) == 1:
+                self._set(LogColumns.ITEM_ID, ids[0], "by the end of its name, as no other column is an id")
 
     def _true_texts(self) -> dict[str, tuple[str, ...]]:
         """Standard name -> the texts that mean true, for flags in columns of texts."""

@@ -291,11 +291,13 @@ class NumericColumn(Label):
         low: value that becomes 0.
         high: value that becomes 1.
         threshold: 1 if the value is at least this and 0 otherwise; instead of ``low`` and ``high``.
+        missing: value that means that nothing was rated, such as 0 or -1: the event has no label.
     """
 
     low: float | None = None
     high: float | None = None
     threshold: float | None = None
+    missing: float | None = None
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.LABEL,)
     reads_events_once: ClassVar[bool] = True
@@ -326,11 +328,13 @@ class NumericColumn(Label):
         problem = f"outside low {self.low:g} and high {self.high:g}, taken as the nearer one"
         fix = "set --label.low and --label.high to the ends of the column's scale"
         outside = ((value < self.low) | (value > self.high)) & ~value.isnan() & ~value.isinf()
+        outside = outside if self.missing is None else outside & (value != self.missing)
         return problem, "impossible", fix, outside
 
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """Linear scaling, or a threshold. Without either, the checks of the log have refused it before."""
         value = events[Derived.VALUE]
+        value = value if self.missing is None else value.nullif(self.missing)
         if self.threshold is not None:
             label = (value >= self.threshold).cast("int8").cast("float64")
         else:

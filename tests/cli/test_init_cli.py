@@ -307,6 +307,30 @@ def test_plays_and_thumbs_as_texts_are_recognized_and_prepared(suffix, tmp_path)
     assert sum(period["behaviors"]["like"] for period in counts.values()) == (log["thumb"] == "up").sum()
 
 
+@pytest.mark.parametrize(
+    ("numbers", "share", "expected"),
+    [
+        (range(-1, 11), 0.1, {"low": 1, "high": 10, "missing": -1}),
+        (range(6), 0.4, {"low": 1, "high": 5, "missing": 0}),
+        (range(6), 0.2, {"low": 0, "high": 5}),
+        (range(1, 6), 0.5, {"low": 1, "high": 5}),
+    ],
+)
+def test_a_number_that_is_no_rating_is_missing(numbers, share, expected, tmp_path):
+    """As of people who did not rate what they had: -1 or 0, beside a scale."""
+    numbers, log = [number for number in numbers if number or numbers[0] == 0], events()[["user", "item", "second"]]
+    probabilities = [share, *np.full(len(numbers) - 1, (1 - share) / (len(numbers) - 1))]
+    log["rating"] = np.random.default_rng(1).choice(numbers, len(log), p=probabilities)
+    log.to_parquet(tmp_path / "log.parquet")
+    found = inspect_log(tmp_path / "log.parquet")
+    assert (found.label.class_name, found.label.init_args) == ("NumericColumn", expected)
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    counts = data.manifest["counts"]
+    unrated = (log["rating"] == expected.get("missing")).sum()
+    assert sum(period["unknown"] for period in counts["splits"].values()) == unrated
+    assert counts["neutralized"] == {}
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize(
     ("column", "values", "positive"),

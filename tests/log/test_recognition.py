@@ -55,6 +55,21 @@ def test_names_in_every_spelling(role, names):
     assert behavior_of("is_addToCart") == "cart"
 
 
+@pytest.mark.parametrize(
+    ("names", "item"),
+    [
+        (["username", "spotify_track_uri", "ms_played"], "spotify_track_uri"),
+        (["user_id", "wine_id", "category_id"], "wine_id"),
+        (["user_id", "wine_id", "beer_id"], None),
+        (["user_id", "session_id", "category_id"], None),
+        (["user_id", "anime_id", "wine_id"], "anime_id"),
+    ],
+)
+def test_the_only_id_of_something_is_the_item(names, item):
+    columns = {name: [f"{name} {number % 7}" for number in range(40)] for name in names}
+    assert recognize(facts(**columns, timestamp=SECONDS)).columns.item_id == item
+
+
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
 def test_a_clock_has_one_unit(unit):
     factor = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]

@@ -284,6 +284,8 @@ def test_column_labels(engine):
     np.testing.assert_allclose(line, [0, 0.625, 0.875, np.nan])
     steep = labeled(engine, NumericColumn(1.0, 3.5), *columns, label=ratings)
     np.testing.assert_allclose(steep, [0, 0.8, 1, np.nan])
+    unrated = labeled(engine, NumericColumn(1.0, 4.0, missing=0.5), *columns, label=ratings)
+    np.testing.assert_allclose(unrated, [np.nan, 2 / 3, 1, np.nan])
     step = labeled(engine, NumericColumn(threshold=4), *columns, label=ratings)
     np.testing.assert_allclose(step, [0, 0, 1, np.nan])
     np.testing.assert_allclose(labeled(engine, BinaryColumn(), *columns, label=[0, 1, 1, None]), [0, 1, 1, np.nan])
