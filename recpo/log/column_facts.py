@@ -270,6 +270,9 @@ _NO_ITEMS: Final = frozenset(
     | {"artist", "brand", "review", "row", "parent", "city", "country", "region", "group", "page", "tab", "campaign"}
 )
 
+#: Words of ratings that are not the user's.
+_OF_OTHERS: Final = frozenset({"avg", "average", "mean", "median", "content", "age", "predicted", "imdb", "critic"})
+
 #: What users do for a while; with a unit of time after it, or "time" or "duration", it is the watch time.
 _USES: Final = (
     *("watch", "watched", "play", "played", "listen", "listened", "stream", "streamed", "view", "viewed", "read"),
@@ -319,7 +322,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     LogColumns.LABEL: (
         *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target", "reward"),
-        *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview"),
+        *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview", "feedback"),
+        *("percentwatched", "watchedpercent", "watchpercent", "pctwatched", "watchedpct", "completedpct"),
     ),
     LogColumns.PROPENSITY: (
         *("propensity", "propensityscore", "pscore", "loggingprobability", "behaviorprobability", "probability"),
@@ -409,7 +413,9 @@ def rank_as(column: str, name: str) -> int | None:
     if column == LogColumns.WATCH_TIME and plain in _USES and unit_of_name(name) is not None:
         return len(names) + _USES.index(plain)  # play_seconds
     is_measure = column == LogColumns.ITEM_ID and unit_of_name(name) is not None
-    return next((names.index(one) for one in ((full,) if is_measure else (full, plain)) if one in names), None)
+    found = next((names.index(one) for one in ((full,) if is_measure else (full, plain)) if one in names), None)
+    is_rating = column == LogColumns.LABEL and words(name)[-1] in ("rating", "stars")
+    return len(names) if found is None and is_rating and not _OF_OTHERS & set(words(name)) else found  # Book-Rating
 
 
 def behavior_of(name: str) -> str | None:

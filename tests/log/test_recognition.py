@@ -45,6 +45,7 @@ def test_the_unit_that_a_name_says(name, unit):
         ("watch_time", ["play_seconds", "watch_seconds", "listen_seconds", "stream_ms", "time_listened", "view_time"]),
         ("item_id", ["episode", "song_id", "Podcast"]),
         ("duration", ["episode_minutes", "trackLengthMs", "video_duration"]),
+        ("label", ["rating", "Book-Rating", "movie_stars", "percent_watched", "feedback"]),
         ("dislike", ["is_hate", "thumbs_down", "disliked", "hidden"]),
     ],
 )
@@ -52,6 +53,7 @@ def test_names_in_every_spelling(role, names):
     assert [name for name in names if rank_as(role, name) is None] == []
     assert rank_as(role, "column_1") is None
     assert rank_as("item_id", "episode_minutes") is None
+    assert rank_as("label", "average_rating") is None
     assert behavior_of("is_addToCart") == "cart"
 
 
