@@ -14,16 +14,16 @@ import numpy as np
 
 from recpo.base.errors import RecpoError, validate_range
 
-STEPS: Final = 16
+NUM_GRADES: Final = 16
 """Feedback levels of known feedback without a dislike: sixteenths of the watch times, or of the labels."""
 
-UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 1 + STEPS
+UNKNOWN, DISLIKED, LOWEST, HIGHEST = 0, 1, 2, 1 + NUM_GRADES
 """Feedback levels."""
 
-LEAST_POSITIVE_LEVEL: Final = LOWEST + STEPS // 2
+LEAST_POSITIVE_LEVEL: Final = LOWEST + NUM_GRADES // 2
 """Baselines of positives read the upper half of the levels of a history as positive."""
 
-GRADES: Final = (math.nan, 0.0, *((step + 0.5) / STEPS for step in range(STEPS)))
+GRADES: Final = (math.nan, 0.0, *((step + 0.5) / NUM_GRADES for step in range(NUM_GRADES)))
 """Grade of each feedback level, in [0, 1]: the middle of its sixteenth. A dislike has 0, unknown feedback has nan."""
 
 FEEDBACK_KINDS: Final = ("positive", "neutral", "skipped", "disliked", "unknown")
@@ -196,7 +196,7 @@ class FeedbackDefinition:
         low, high = (np.float32(t) for t in (self.rule.skip_threshold, self.rule.positive_threshold))
         label = label.astype(np.float32)
         quarters = np.array([0.0, low, (low + high) / 2, high, 1.0])
-        limits = np.interp(np.arange(1, STEPS) / STEPS, np.arange(5) / 4, quarters).astype(np.float32)
+        limits = np.interp(np.arange(1, NUM_GRADES) / NUM_GRADES, np.arange(5) / 4, quarters).astype(np.float32)
         passed = sum(label >= limit for limit in limits)
         return np.where(np.isnan(label), UNKNOWN, LOWEST + passed).astype(np.int8)
 
@@ -229,8 +229,8 @@ class FeedbackDefinition:
             if not (1.0 < base < math.inf and longest > 0.0 and 0.0 <= exponent <= 1.0):
                 raise ValueError(f"duration_base {base}, duration_exponent {exponent}, max_watch_time {longest}")
             for limits in cutoffs.values():
-                if len(limits) != STEPS - 1 or not all(0.0 <= a <= b < math.inf for a, b in pairwise(limits)):
-                    raise ValueError(f"cutoffs {limits}: expected {STEPS - 1} ascending times in seconds")
+                if len(limits) != NUM_GRADES - 1 or not all(0.0 <= a <= b < math.inf for a, b in pairwise(limits)):
+                    raise ValueError(f"cutoffs {limits}: expected {NUM_GRADES - 1} ascending times in seconds")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}", code="damaged", field="feedback") from error
         return cls(rule, base, cutoffs, longest, label, exponent)

@@ -28,7 +28,7 @@ from recpo.base.errors import (
     validate_range,
     validate_ranges,
 )
-from recpo.base.feedback import DEFAULT_DURATION_BASE, STEPS, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
+from recpo.base.feedback import DEFAULT_DURATION_BASE, NUM_GRADES, UNKNOWN_BUCKET, FeedbackDefinition, FeedbackRule
 from recpo.log.events import bucket, duration_power
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import TRAIN, Derived, LogColumns
@@ -41,7 +41,7 @@ Ties = Literal["mid", "full"]
 Severity = Literal["fatal", "impossible", "missing"]
 
 _WTG_RESOLUTION: Final = 1e6
-_CUTOFFS: Final = tuple(f"q{step}" for step in range(1, STEPS))
+_CUTOFFS: Final = tuple(f"q{step}" for step in range(1, NUM_GRADES))
 _COMPARED: Final = "compared_ms"
 
 
@@ -495,7 +495,7 @@ def cutoff_table(quantiles: ir.Table) -> ir.Table:
     ``qN`` is the smallest watch time at or below which N sixteenths of them lie.
     """
     watch = quantiles[Derived.WATCH_MS]
-    cutoffs = {name: watch.min(where=quantiles.quantile >= step / STEPS) for step, name in enumerate(_CUTOFFS, 1)}
+    cutoffs = {name: watch.min(where=quantiles.quantile >= step / NUM_GRADES) for step, name in enumerate(_CUTOFFS, 1)}
     return quantiles.group_by("bucket").aggregate(**cutoffs).order_by("bucket")
 
 
