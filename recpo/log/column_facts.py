@@ -288,15 +288,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("shopperid", "subscriberid", "householdkey", "householdid", "clientid", "deviceid", "sessionid"),
     ),
     LogColumns.ITEM_ID: (
-        *(
-            "itemid",
-            "iid",
-            "vid",
-            "item",
-            "itemidx",
-            "itemindex",
-            *(f"{name}id" for name in (*_ITEMS, *_ITEMS_WITH_ID)),
-        ),
+        *("itemid", "iid", "vid", "item", "itemidx", "itemindex"),
+        *(f"{name}id" for name in (*_ITEMS, *_ITEMS_WITH_ID)),
         *("asin", "parentasin", "sku", "goodsid", "isbn", "gtin", "upc", "productcode", "itemcode"),
         *_ITEMS,
         *("artistid", "artist"),
@@ -400,7 +393,7 @@ def plain_name(name: str) -> str:
 def is_id_of_something(name: str) -> bool:
     """Whether a name ends as that of an id, and not of what items have in common or what happens to them."""
     said = words(name)
-    return said[-1] in ("id", "uri", "key") and len(said) > 1 and not _NO_ITEMS & set(said)
+    return len(said) > 1 and said[-1] in ("id", "uri", "key") and not _NO_ITEMS & set(said)
 
 
 def rank_as(column: str, name: str) -> int | None:
@@ -414,8 +407,9 @@ def rank_as(column: str, name: str) -> int | None:
         return len(names) + _USES.index(plain)  # play_seconds
     is_measure = column == LogColumns.ITEM_ID and unit_of_name(name) is not None
     found = next((names.index(one) for one in ((full,) if is_measure else (full, plain)) if one in names), None)
-    is_rating = column == LogColumns.LABEL and words(name)[-1] in ("rating", "stars")
-    return len(names) if found is None and is_rating and not _OF_OTHERS & set(words(name)) else found  # Book-Rating
+    if found is not None or column != LogColumns.LABEL or _OF_OTHERS & set(words(name)):
+        return found
+    return len(names) if words(name)[-1:] in (["rating"], ["stars"]) else None  # Book-Rating
 
 
 def behavior_of(name: str) -> str | None:

@@ -356,7 +356,8 @@ def _missing(facts: ColumnFacts, values: pa.ChunkedArray) -> float | None:
     if facts.few is None or len(facts.few) < _LEAST_SCALE:
         return None
     least, following = facts.few[:2]
-    share, next_share = (pc.mean(pc.equal(values, number)).as_py() for number in (least, following))
+    numbers = pc.cast(values, pa.float64())
+    share, next_share = (pc.mean(pc.equal(numbers, one)).as_py() for one in (least, following))
     is_frequent = share >= _UNRATED_SHARE and share > _UNRATED_RATIO * next_share
     return least if (least == -1 and following >= 0) or (least == 0 and is_frequent) else None
 
