@@ -90,7 +90,8 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     if pa.types.is_dictionary(kind):
         values = values.cast(kind.value_type)
         kind = values.type
-    if pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind):
+    of_numbers = pa.types.is_boolean, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal
+    if any(of_number(kind) for of_number in of_numbers):
         return _number_facts(name, _numbers(values))
     examples = tuple(_text(value) for value in values.drop_null().unique()[:_EXAMPLES].to_pylist())
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):

@@ -30,9 +30,14 @@ def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, 
         columns: standard name -> name in the log.
         flags: the columns among them that become a boolean: whether the value is one of those that mean true.
     """
-    chosen = {column: rows[name] for column, name in columns.items()}
+    chosen = {column: _plain_number(rows[name]) for column, name in columns.items()}
     chosen |= {column: _has_value(chosen[column], flag) for column, flag in flags.items()}
     return rows.select(**{Engine.FILE: rows[Engine.FILE], Engine.ROW: rows[Engine.ROW]}, **chosen)
+
+
+def _plain_number(column: ir.Value) -> ir.Value:
+    """Decimals, as databases write them, as float64; other columns as they are."""
+    return column.cast("float64") if column.type().is_decimal() else column
 
 
 def _has_value(column: ir.Value, flag: FlagColumn) -> ir.BooleanColumn:

@@ -393,7 +393,7 @@ def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 
 def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool) -> str | None:
     """None if ``kind`` is suitable for ``column``, else a description of the suitable types."""
-    number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if is_flag_of_values:
         return None if number or is_text(kind) or pa.types.is_boolean(kind) else "strings, numbers or booleans"
     if column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):

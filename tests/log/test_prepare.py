@@ -16,6 +16,7 @@ import pytest
 from recpo.base.feedback import HIGHEST
 from recpo.log.engine import EngineOptions
 from recpo.log.id_map import IdMap
+from recpo.log.inspection import inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import EVENT_SCHEMA, PERIODS, Columns
@@ -312,6 +313,26 @@ def test_checksums_find_a_changed_file(small, tmp_path):
 
 
 @pytest.mark.slow
+def test_decimals_are_numbers(tmp_path):
+    """As databases write them: times in seconds and ratings."""
+    log = make_log(seed=3).select(["user_id", "item_id", "timestamp"])
+    log = log.set_column(2, "timestamp", pc.divide(log["timestamp"], 1000).cast(pa.int64()))
+    log = log.append_column("label", pa.array(np.random.default_rng(0).integers(2, 11, len(log)) / 2))
+    found = []
+    for name, kind in (("floats", pa.float64()), ("decimals", pa.decimal128(18, 1))):
+        (tmp_path / name).mkdir()
+        numbers = {column: log[column].cast(kind) for column in ("timestamp", "label")}
+        given = pa.table({"user_id": log["user_id"], "item_id": log["item_id"], **numbers})
+        pq.write_table(given, tmp_path / name / "log.parquet")
+        inspected = inspect_log(tmp_path / name / "log.parquet")
+        assert inspected.label.init_args == {"low": 0.5, "high": 5}
+        columns = Columns(user_id="user_id", item_id="item_id", timestamp="timestamp", label="label", time_unit="s")
+        out, label = tmp_path / f"{name}.out", NumericColumn(low=1.0, high=5.0)
+        run([tmp_path / name / "log.parquet"], out, label=label, columns=columns)
+        found.append({file: checksum for file, checksum in files(out).items() if "manifest" not in file})
+    assert found[0] == found[1]
+
+
 def test_csv_equals_parquet(tmp_path):
     log = make_log()
     log.to_pandas().to_csv(tmp_path / "log.csv", index=False)
