@@ -319,7 +319,7 @@ def test_decimals_are_numbers(tmp_path):
     log = log.set_column(2, "timestamp", pc.divide(log["timestamp"], 1000).cast(pa.int64()))
     log = log.append_column("label", pa.array(np.random.default_rng(0).integers(2, 11, len(log)) / 2))
     found = []
-    for name, kind in (("floats", pa.float64()), ("decimals", pa.decimal128(18, 1))):
+    for name, kind in (("floats", pa.float64()), ("decimals", pa.decimal128(20, 1))):
         (tmp_path / name).mkdir()
         numbers = {column: log[column].cast(kind) for column in ("timestamp", "label")}
         given = pa.table({"user_id": log["user_id"], "item_id": log["item_id"], **numbers})
