@@ -97,11 +97,11 @@ READ = {
     "user_id": "text, empty text, long text, large text, unicode, negative, zero, huge, huge unsigned, smallest, int8, "
     "category, number category",
     "watch_time": "nan, infinite, minus infinite, negative, zero, huge, huge unsigned, smallest, huge float, "
-    "tiny float, half, int8, half null, number category",
+    "tiny float, half, int8, half null, number category, decimal",
     "dislike": "nan, zero, half, int8, bool, half null",
     "timestamp": "date, date64, zoned, nanoseconds",
-    "label": "nan, infinite, negative, huge, bool",
-    "propensity": "nan, infinite, negative, huge",
+    "label": "nan, infinite, negative, huge, bool, decimal",
+    "propensity": "nan, infinite, negative, huge, decimal",
     "is_random": "nan, bool",
     "request_id": "text, negative, huge",
 }
@@ -111,10 +111,10 @@ OF_OPTIONAL = ("null", "text", "nan", "infinite", "negative", "huge", "list", "d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_columns_of_any_value_that_they_may_have(tmp_path, capsys, number):
     """Items have the second half of the values of users, and durations those of watch times."""
-    assert max(map(len, READ.values())) == 14
+    assert max(map(len, READ.values())) == 15
     halves = {"item_id": READ["user_id"][7:], "duration": READ["watch_time"][7:]}
     chosen = {column: REPEATED[names[number % len(names)]] for column, names in (READ | halves).items()}
     write(tmp_path, sound() | chosen | {"timestamp": sound()["timestamp"]})
