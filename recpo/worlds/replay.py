@@ -36,8 +36,18 @@ import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import require_columns
-from recpo.worlds import preferences
 from recpo.worlds.parameters import WORLDS, LifeParameters, SimulationParameters
+from recpo.worlds.preferences import (
+    ITEM_TABLE,
+    USER_TABLE,
+    FloatArray,
+    IntArray,
+    Items,
+    Preferences,
+    Users,
+    draw_activity,
+    draw_durations,
+)
 
 REPLAY: Final = "replay"
 EVENTS_PER_USER: Final = 20
@@ -64,9 +74,9 @@ class RewardMatrix:
         rewards: ``[U, V]`` float64 in [0, 1], nan = not known. At least one row has no nan.
     """
 
-    user_ids: preferences.IntArray
-    item_ids: preferences.IntArray
-    rewards: preferences.FloatArray
+    user_ids: IntArray
+    item_ids: IntArray
+    rewards: FloatArray
 
     @classmethod
     def read(cls, file: Path | str) -> Self:
@@ -104,7 +114,7 @@ class RewardMatrix:
         users, items = self.rewards.shape
         return {**WORLDS["replay"], "users": users, "items": items, "topics": items, "events": EVENTS_PER_USER * users}
 
-    def preferences(self, parameters: SimulationParameters) -> preferences.Preferences:
+    def preferences(self, parameters: SimulationParameters) -> Preferences:
         """Users and items of this matrix, and what the logging policy knows about them.
 
         Raises:
@@ -120,24 +130,24 @@ class RewardMatrix:
         believed = self.rewards + parameters.topic_noise * rng.standard_normal(self.rewards.shape)
         logit = np.where(known, parameters.topic_sharpness * believed + popularity, -np.inf)
         nothing = np.zeros((users, parameters.latent_dim), np.float32)
-        return preferences.Preferences(
+        return Preferences(
             parameters,
-            preferences.Users(
+            Users(
                 user_id=self.user_ids,
                 taste=nothing,
                 direction=nothing,
                 rate=np.zeros(users, np.float32),
-                activity=preferences.draw_activity(parameters, rng),
+                activity=draw_activity(parameters, rng),
                 topic_logit=logit.astype(np.float32),
                 rewards=self.rewards,
             ),
-            preferences.Items(
+            Items(
                 item_id=self.item_ids,
                 topic=np.arange(items, dtype=np.int32),
                 latent=np.zeros((items, parameters.latent_dim), np.float32),
                 quality=quality.astype(np.float32),
                 clickbait=np.zeros(items, bool),
-                duration=preferences.draw_durations(parameters, rng),
+                duration=draw_durations(parameters, rng),
                 popularity=popularity.astype(np.float32),
             ),
         )
@@ -182,7 +192,7 @@ class Replayed:
     @property
     def tables(self) -> dict[str, Path]:
         """The files to copy, by their names in a simulation."""
-        files = {preferences.ITEM_TABLE: self.item_table, preferences.USER_TABLE: self.user_table}
+        files = {ITEM_TABLE: self.item_table, USER_TABLE: self.user_table}
         return {name: Path(file) for name, file in files.items() if file is not None}
 
     def validate(self, verb: str) -> None:
@@ -221,7 +231,7 @@ def _read(file: Path, option: str) -> pa.Table:
         raise RecpoError(message, code="wrong_file", field=option) from error
 
 
-def _columns(file: Path) -> tuple[preferences.IntArray, preferences.IntArray, preferences.FloatArray]:
+def _columns(file: Path) -> tuple[IntArray, IntArray, FloatArray]:
     table = _read(file, "matrix")
     require_columns(table, _COLUMNS, str(file))
     if not table.num_rows:
