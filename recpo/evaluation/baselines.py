@@ -18,12 +18,12 @@ from recpo.artifacts.checksums import sha256
 from recpo.base.errors import RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
 from recpo.log.prepared import Prepared
+from recpo.log.schema import MILLISECONDS_PER_DAY
 from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EASE, ImplicitALS, fit_ease, fit_implicit
 from recpo.rewards.selection import fit_factors
 
-_MILLISECONDS_PER_DAY: Final = 86_400_000
 _RATE_EVENTS: Final = 10.0
 
 
@@ -146,7 +146,7 @@ def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
         time = columns["timestamp"]
         if len(time):
             first, last = min(first, float(time.min())), max(last, float(time.max()))
-    half_life = max(1.0, (last - first) / 10) if half_life_days is None else half_life_days * _MILLISECONDS_PER_DAY
+    half_life = max(1.0, (last - first) / 10) if half_life_days is None else half_life_days * MILLISECONDS_PER_DAY
     counts = np.zeros(data.num_items)
     for item, time in (columns.values() for columns in data.train_columns(["item_index", "timestamp"])):
         counts += decayed_counts(item, time, num_items=data.num_items, end=int(last), half_life=half_life)

@@ -18,7 +18,7 @@ from recpo.evaluation.candidates import NEVER, Candidates, HeldOutPeriod, has_po
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.true_rewards import TrueRewards
 from recpo.log.prepared import Prepared
-from recpo.log.schema import ALWAYS
+from recpo.log.schema import ALWAYS, MILLISECONDS_PER_DAY
 from recpo.ops.ranking import RankedHits, accuracy_of_bin, named, ranked_hits
 
 #: Label of a user or an item that is in no bin.
@@ -94,7 +94,6 @@ def item_duration(duration: Tensor) -> ItemSegment:
     return ItemSegment("item duration", tuple(names), label)
 
 
-_MILLISECONDS_PER_DAY: Final = 86_400_000
 _BOUNDS: Final = (1.0, 3.0, 7.0, 30.0)
 _BINS: Final = ("under 1 day", "1 to 3 days", "3 to 7 days", "7 to 30 days", "30 days and more", "no event in training")
 
@@ -115,14 +114,14 @@ def item_ages(data: Prepared, split: HeldOutPeriod, candidates: Candidates | Non
     at = int(boundaries.get(f"{split}_start_ms", boundaries["last_ms"]))
     born = np.full(1, ALWAYS) if candidates is None else candidates.available_from
     if ((born[1:] != ALWAYS) & (born[1:] != NEVER)).any():
-        days = (at - born.astype(np.float64)) / _MILLISECONDS_PER_DAY
+        days = (at - born.astype(np.float64)) / MILLISECONDS_PER_DAY
         days[born == ALWAYS], days[born == NEVER] = np.inf, np.nan
     else:
         first = np.full(data.num_items + 1, NEVER)
         for shard in range(data.num_shards("train")):
             item, time = data.columns("train", shard, ["item_index", "timestamp"]).values()
             np.minimum.at(first, item, time)
-        days = np.where(first == NEVER, np.nan, (at - first.astype(np.float64)) / _MILLISECONDS_PER_DAY)
+        days = np.where(first == NEVER, np.nan, (at - first.astype(np.float64)) / MILLISECONDS_PER_DAY)
     return torch.from_numpy(days)
 
 

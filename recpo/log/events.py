@@ -13,12 +13,21 @@ from recpo.base.features import Feature, Number
 from recpo.base.feedback import FeedbackRule
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
-from recpo.log.schema import MILLISECONDS_PER_UNIT, PERIODS, TIE_RULE, TRAIN, Columns, Derived, FlagColumn, LogColumns
+from recpo.log.schema import (
+    MILLISECONDS_PER_DAY,
+    MILLISECONDS_PER_UNIT,
+    PERIODS,
+    TIE_RULE,
+    TRAIN,
+    Columns,
+    Derived,
+    FlagColumn,
+    LogColumns,
+)
 
 #: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
 EARLIEST_MS: Final = 31_536_000_000
 LATEST_MS: Final = 4_102_444_800_000
-_MILLISECONDS_PER_DAY: Final = 86_400_000
 _DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 
@@ -176,7 +185,7 @@ def outcomes(events: ir.Table) -> ir.Table:
     For logs in which an exposure and what followed have rows of their own, such as a view and a purchase.
     """
     same = [events[name] for name in (LogColumns.USER_ID, LogColumns.ITEM_ID)]
-    day = events[LogColumns.TIMESTAMP] // _MILLISECONDS_PER_DAY
+    day = events[LogColumns.TIMESTAMP] // MILLISECONDS_PER_DAY
     # not desc(): Ibis takes one direction per column, and the label is also a key of the order of time
     order = [(-events[Derived.VALUE]).asc(nulls_first=False), *time_order(events)]
     ranked = events.mutate(place=ibis.row_number().over(group_by=[*same, day], order_by=order))

@@ -22,7 +22,7 @@ from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import TableSample, sample_tables
 from recpo.log.recognition import Recognition, recognize
-from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, LogColumns
+from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, LogColumns
 from recpo.log.shaping import estimated_duration_exponent
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
@@ -35,7 +35,6 @@ _YEAR: Final = 365.0  # days
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
-_MS_PER_DAY: Final = 86_400_000.0
 
 
 @dataclass(frozen=True)
@@ -321,12 +320,12 @@ def _days(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts])
     values = table[column]
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
         ends = pc.min_max(values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())).as_py()
-        return None if ends["min"] is None else float(ends["max"] - ends["min"]) / _MS_PER_DAY
+        return None if ends["min"] is None else float(ends["max"] - ends["min"]) / MILLISECONDS_PER_DAY
     own = facts[column]
     if own.is_number:
         if own.least is None or own.most is None or unit is None:
             return None
-        return (own.most - own.least) * MILLISECONDS_PER_UNIT[unit] / _MS_PER_DAY
+        return (own.most - own.least) * MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY
     days = pc.min_max(pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10)).as_py()
     try:
         return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days + 1)

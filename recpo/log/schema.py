@@ -19,6 +19,7 @@ DurationUnit = Literal["s", "ms", "us", "min"]
 
 _NUMBER: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 
+MILLISECONDS_PER_DAY: Final = 86_400_000
 MILLISECONDS_PER_UNIT: Final[dict[str, float]] = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4}
 
 
