@@ -160,7 +160,8 @@ class ImplicitOptions:
     """Hyper-parameters of implicit ALS. The validation period selects among several values.
 
     Weights and ridges are selected together with the first rank, then the rank with these, as the paper advises: with a
-    ridge scaled by frequencies, their best values hardly depend on the rank.
+    ridge scaled by frequencies, their best values hardly depend on the rank. A larger rank may want a larger weight,
+    so the next one is tried with it, too.
 
     Args:
         ranks: numbers of factors to try.
@@ -296,7 +297,7 @@ def fit_implicit(
     grid = list(product(options.unobserved, options.ridges))
     first, others = options.ranks[0], options.ranks[1:]
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"]["train"])
-    total = events * (len(grid) + len(others)) * options.sweeps
+    total = events * (len(grid) + 2 * len(others)) * options.sweeps
     with tqdm(total=total, desc=name, unit="event", unit_scale=True, disable=None if progress else True) as bar:
         parts = repeated(partial(read, data, bar.update), bar.update)
 
@@ -314,7 +315,8 @@ def fit_implicit(
         best, values = best_on_validation(data, models)
         chosen, tried = models[best], [model.tried | value for model, value in zip(models, values, strict=True)]
         if others:
-            larger = [chosen, *(fit(rank, chosen.unobserved, chosen.ridge) for rank in others)]
+            weights = sorted(weight for weight in options.unobserved if weight >= chosen.unobserved)[:2]
+            larger = [chosen, *(fit(rank, weight, chosen.ridge) for rank, weight in product(others, weights))]
             best, values = best_on_validation(data, larger)
             chosen = larger[best]
             tried += [model.tried | value for model, value in zip(larger[1:], values[1:], strict=True)]

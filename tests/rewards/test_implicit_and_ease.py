@@ -250,15 +250,19 @@ def test_the_highest_ndcg_on_new_validation_positives_is_chosen(data):
     assert [one["NDCG@10"] for one in tried] == [0.0, pytest.approx(1.0), 0.0]
 
 
-def test_the_options_of_the_best_model_are_taken_first_with_the_first_rank(data):
-    options = ImplicitOptions(ranks=(2, 5), unobserved=(0.1, 0.5), ridges=(0.01, 0.1), sweeps=2)
+@pytest.mark.parametrize("weights", [(0.1, 0.5), (0.1, 0.0001, 0.3, 0.2)])
+def test_a_larger_rank_takes_the_options_of_the_first_one_and_the_next_larger_weight(data, weights):
+    options = ImplicitOptions(ranks=(2, 5), unobserved=weights, ridges=(0.01, 0.1), sweeps=2)
     chosen = fit_implicit(data, options)
-    tried = chosen.facts["tried"]
-    first = max(tried[:4], key=lambda one: one["NDCG@10"])
-    assert [one["rank"] for one in tried] == [2, 2, 2, 2, 5]
-    assert (tried[4]["unobserved"], tried[4]["ridge"]) == (first["unobserved"], first["ridge"])
-    best = max((first, tried[4]), key=lambda one: one["NDCG@10"])
-    assert (chosen.item_factors.shape[1], chosen.unobserved, chosen.ridge) == tuple(best.values())[:3]
+    small, large = ([one for one in chosen.facts["tried"] if one["rank"] == rank] for rank in options.ranks)
+    first = max(small, key=lambda one: one["NDCG@10"])
+    assert len(small) == 2 * len(weights)
+    assert [one["unobserved"] for one in large] == sorted(w for w in weights if w >= first["unobserved"])[:2]
+    assert {one["ridge"] for one in large} == {first["ridge"]}
+    assert chosen.tried.items() <= max((first, *large), key=lambda one: one["NDCG@10"]).items()
+
+
+def test_the_best_ridge_of_ease_is_kept(data):
     several = EaseOptions(ridges=(1.0, 30.0))
     ease = fit_ease(data, several)
     ridges = ease.facts["tried"]
