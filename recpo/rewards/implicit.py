@@ -316,6 +316,7 @@ def fit_implicit(
         chosen, tried = models[best], [model.tried | value for model, value in zip(models, values, strict=True)]
         if others:
             weights = sorted(weight for weight in options.unobserved if weight >= chosen.unobserved)[:2]
+            bar.total = events * (len(grid) + len(others) * len(weights)) * options.sweeps
             larger = [chosen, *(fit(rank, weight, chosen.ridge) for rank, weight in product(others, weights))]
             best, values = best_on_validation(data, larger)
             chosen = larger[best]
