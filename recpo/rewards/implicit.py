@@ -160,8 +160,8 @@ class ImplicitOptions:
     """Hyper-parameters of implicit ALS. The validation period selects among several values.
 
     Weights and ridges are selected together with the first rank, then the rank with these, as the paper advises: with a
-    ridge scaled by frequencies, their best values hardly depend on the rank. A larger rank may want a larger weight,
-    so the next one is tried with it, too.
+    ridge scaled by frequencies, the best ridge hardly depends on the rank. The best weight may grow with it: a larger
+    rank also tries the next larger weight.
 
     Args:
         ranks: numbers of factors to try.
@@ -297,7 +297,8 @@ def fit_implicit(
     grid = list(product(options.unobserved, options.ridges))
     first, others = options.ranks[0], options.ranks[1:]
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"]["train"])
-    total = events * (len(grid) + 2 * len(others)) * options.sweeps
+    read_per_model = events * options.sweeps
+    total = read_per_model * len(grid)
     with tqdm(total=total, desc=name, unit="event", unit_scale=True, disable=None if progress else True) as bar:
         parts = repeated(partial(read, data, bar.update), bar.update)
 
@@ -316,7 +317,7 @@ def fit_implicit(
         chosen, tried = models[best], [model.tried | value for model, value in zip(models, values, strict=True)]
         if others:
             weights = sorted(weight for weight in options.unobserved if weight >= chosen.unobserved)[:2]
-            bar.total = events * (len(grid) + len(others) * len(weights)) * options.sweeps
+            bar.total += read_per_model * len(others) * len(weights)
             larger = [chosen, *(fit(rank, weight, chosen.ridge) for rank, weight in product(others, weights))]
             best, values = best_on_validation(data, larger)
             chosen = larger[best]
