@@ -2,7 +2,7 @@
 
     python benchmarks/decisions.py --logs default sparse living default:blind --seeds 0 1 2 --minutes 2
     python benchmarks/decisions.py --logs replay --matrix matrix.parquet kuairand=log.parquet beauty=beauty_directory
-    python benchmarks/decisions.py --logs books carts clips news shop thumbs --world-seed 2
+    python benchmarks/decisions.py --logs books carts clips market news shop thumbs --world-seed 2
 
 A log is the kind of a simulated world; with ``:blind`` its log has no propensities and no random exposures are marked;
 with ``:positives`` it has users, items and times alone, of what was watched to four fifths and not disliked; one of

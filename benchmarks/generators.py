@@ -1,12 +1,13 @@
 """Logs of other makers: their users, tastes and loggers share nothing with the worlds of `recpo simulate`.
 
-`recpo fit` is judged on them as on any log (``decisions.py --logs books carts clips news shop thumbs``): what it reads,
-what it decides, and what its lists are worth. Each function returns the log as a frame, the true value of every item
-for every user ``[users, items]``, and tables that lie beside the log, by name.
+`recpo fit` is judged on them as on any log (``decisions.py --logs books carts clips market news shop thumbs``): what it
+reads, what it decides, and what its lists are worth. Each function returns the log as a frame, the true value of every
+item for every user ``[users, items]``, and tables that lie beside the log, by name.
 
 - ``books``: ratings of 1 to 5 stars that people give to what they chose themselves, with a table of genres.
 - ``carts``: views, carts and purchases as rows of a shop.
 - ``clips``: watch times of people with several interests; half of them are shown what suits them.
+- ``market``: the same of a shop where what is put into a cart is liked, and what is bought is also affordable.
 - ``news``: impressions and clicks; articles age, and half of a feed is personal.
 - ``shop``: purchases alone, of which one leads to the next.
 - ``thumbs``: thumbs up or down for offers of a bandit that knows no persons.
@@ -58,11 +59,7 @@ def carts(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) -> 
     def events() -> Events:
         for user, number in enumerate(draw.lognormal(3.2, 0.7, users).clip(6, items / 4).astype(int)):
             viewed, moment = draw.permutation(top(fame + 0.6 * affinity[user], number, draw)), times(number, 30, draw)
-            reached = np.sqrt(bought[user, viewed]) > draw.random((2, number))
-            steps = [np.ones(number, bool), reached[0], reached.all(0)]
-            parts = [(viewed[of], moment[of] + 300_000 * place, of[of] * place) for place, of in enumerate(steps)]
-            rows = [np.concatenate(column) for column in zip(*parts, strict=True)]
-            yield tuple(column[np.argsort(rows[1], kind="stable")] for column in rows)
+            yield steps(viewed, moment, np.sqrt(bought[user, viewed]) > draw.random((2, number)))
 
     log = frame(events(), "event_type")
     return log.replace({"event_type": dict(enumerate(("view", "cart", "purchase")))}), bought, {}
@@ -91,6 +88,24 @@ def clips(draw: np.random.Generator, users: int = 2_000, items: int = 2_500) -> 
             yield item, times(number, 21, draw), watched, duration[item], draw.random(number) < 0.08 * mean
 
     return frame(events(), "watch_ms", "duration_ms", "like"), share, {}
+
+
+def market(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) -> Made:
+    """Prices and purses differ; the true value is how probable a purchase is."""
+    style = draw.normal(size=(30, 6))[draw.integers(0, 30, items)]
+    liked = 0.45 * draw.normal(size=(users, 6)) @ (style + 0.7 * draw.normal(size=(items, 6))).T
+    price, purse = draw.normal(0, 1, items), draw.normal(0, 0.7, users)
+    put = expit(liked + draw.normal(0, 0.5, items) - 2)
+    bought = expit(0.4 * liked - 0.9 * (price - purse[:, None]) - 0.6)
+    fame = draw.normal(0, 1, items) - 0.3 * price
+
+    def events() -> Events:
+        for user, number in enumerate(draw.lognormal(3.3, 0.7, users).clip(6, items / 4).astype(int)):
+            viewed, moment = draw.permutation(top(fame + 0.5 * liked[user], number, draw)), times(number, 30, draw)
+            yield steps(viewed, moment, np.stack([put[user, viewed], bought[user, viewed]]) > draw.random((2, number)))
+
+    log = frame(events(), "event_type")
+    return log.replace({"event_type": dict(enumerate(("view", "cart", "purchase")))}), put * bought, {}
 
 
 def news(draw: np.random.Generator, users: int = 3_000, items: int = 1_200) -> Made:
@@ -156,13 +171,21 @@ def thumbs(draw: np.random.Generator, users: int = 1_500, items: int = 800) -> M
 
 
 GENERATORS: Final[dict[str, Callable[..., Made]]] = {
-    one.__name__: one for one in (books, carts, clips, news, shop, thumbs)
+    one.__name__: one for one in (books, carts, clips, market, news, shop, thumbs)
 }
 
 
 def top(scores: Array, number: int, draw: np.random.Generator) -> Array:
     """Different items, drawn one after the other with probabilities proportional to ``exp(score)``."""
     return np.argsort(-(scores + draw.gumbel(size=len(scores))))[:number]
+
+
+def steps(viewed: Array, moment: Array, reached: Array) -> tuple[Array, ...]:
+    """Items, moments and kinds of the rows of views and of what follows them, a view, a cart and a purchase."""
+    made = [np.ones(len(viewed), bool), reached[0], reached.all(0)]
+    parts = [(viewed[of], moment[of] + 300_000 * kind, of[of] * kind) for kind, of in enumerate(made)]
+    rows = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return tuple(column[np.argsort(rows[1], kind="stable")] for column in rows)
 
 
 def times(number: int, days: int, draw: np.random.Generator) -> Array:

@@ -492,7 +492,8 @@ def test_a_log_of_positives_has_what_was_liked_and_nothing_else(tmp_path, monkey
 LABELS_OF_OTHERS = {
     "books": "NumericColumn",
     "clips": "WatchQuantiles",
-    "carts": "BinaryColumn",
+    "carts": "NumericColumn",
+    "market": "NumericColumn",
     "news": "BinaryColumn",
     "shop": "EveryEvent",
     "thumbs": "BinaryColumn",

@@ -149,8 +149,8 @@ def candidates_of(data: Prepared, split: HeldOutPeriod, given: Given) -> Candida
         return None
     if has_positions(data) and ((times[1:] > ALWAYS) & (times[1:] < NEVER)).any():
         raise RecpoError(
-            f"candidates: {source} has times, but the log of {data.root} has positions (time_unit order): name a table "
-            "without times, or prepare the log with its clock",
+            f"candidates: {source} has times, but the log of {data.root} has positions (by its time_unit): name a "
+            "table without times, or prepare the log with its clock",
             code="mismatch",
             field="candidates",
         )
@@ -168,7 +168,7 @@ def available_from(data: Prepared) -> NDArray[np.int64] | None:
 
 def has_positions(data: Prepared) -> bool:
     """The log has positions instead of times, so items have no age."""
-    return bool(data.manifest["config"]["columns"].get("time_unit") == "order")
+    return bool(data.manifest["config"]["columns"].get("time_unit") in ("order", "none"))
 
 
 def begin_of(data: Prepared, split: HeldOutPeriod) -> int | NDArray[np.int64]:

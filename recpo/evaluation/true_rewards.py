@@ -14,6 +14,7 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.baselines import by_place, first_allowed
+from recpo.evaluation.candidates import has_positions
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.log.prepared import Prepared
 from recpo.worlds.truth import Truth
@@ -92,7 +93,7 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
     """The truth in ``path`` for the users and items of ``data``.
 
     Tastes drift, so they are evaluated on the day on which the period starts (on the log's last day if every user has a
-    separate period).
+    separate period, or the data has no times).
 
     Raises:
         RecpoError: the data was not prepared from that simulation.
@@ -100,7 +101,8 @@ def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks
     truth = Truth.load(path)
     boundaries = data.manifest["boundaries"]
     begin = boundaries.get(f"{split}_start_ms")
-    day = float(truth.day_of(boundaries["last_ms"] if begin is None else begin))
+    last = truth.preferences.parameters.days - 1
+    day = float(last if has_positions(data) else truth.day_of(boundaries["last_ms"] if begin is None else begin))
     items = data.item_ids().to_external(np.arange(1, data.num_items + 1))
     users = data.table("users.parquet", ["user_id"]).column(0)
     try:

@@ -286,10 +286,10 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("userid", "uid", "user", "username", "useridx", "userindex", "customerid", "customer", "memberid"),
         *("visitorid", "listener", "viewer", "visitor", "reader", "buyer", "player", "shopper", "member", "subscriber"),
         *("viewerid", "reviewerid", "accountid", "profileid", "listenerid", "readerid", "buyerid", "playerid"),
-        *("shopperid", "subscriberid", "householdkey", "householdid", "clientid", "deviceid", "sessionid"),
+        *("shopperid", "subscriberid", "householdkey", "householdid", "clientid", "deviceid", "sessionid", "session"),
     ),
     LogColumns.ITEM_ID: (
-        *("itemid", "iid", "vid", "item", "itemidx", "itemindex"),
+        *("itemid", "iid", "vid", "aid", "item", "itemidx", "itemindex"),
         *(f"{name}id" for name in (*_ITEMS, *_ITEMS_WITH_ID)),
         *("asin", "parentasin", "sku", "goodsid", "isbn", "gtin", "upc", "productcode", "itemcode"),
         *_ITEMS,
@@ -332,7 +332,7 @@ _CONVERSIONS: Final = ("conversion", "converted")
 BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "click": ("click", "clicked", "clk"),
     "complete": ("complete", "completed", "finish", "finished"),
-    "like": ("like", "liked", "thumbsup", "upvote"),
+    "like": ("like", "liked", "thumbsup", "upvote", "recommend", "recommended"),
     "follow": ("follow", "followed", "subscribe", "subscribed"),
     "share": ("share", "shared", "forward", "forwarded"),
     "comment": ("comment", "commented"),
@@ -475,12 +475,36 @@ def opinions(name: str, texts: Sequence[str]) -> Opinions | None:
 def offers(texts: Sequence[str]) -> tuple[str, ...]:
     """The kinds of events among ``texts`` that only say what was offered, such as "impression", or was taken back.
 
-    A view is an offer where another kind says what followed, such as a purchase, unless there are impressions.
+    A view is an offer where another kind says what followed, such as a purchase, unless there are impressions; so is a
+    click, unless there are impressions or views.
     """
     plain = {text: _plain(text) for text in texts}
-    offered = _OFFERS & set(plain.values()) or (_VIEWS if any(map(behavior_of, texts)) else frozenset())
+    followed = {behavior for text in texts if (behavior := _behavior_of_kind(text)) is not None}
+    words = {*plain.values()}
+    offered = _OFFERS & words or (_VIEWS & words if followed else set()) or _clicks(plain, followed)
     found = tuple(text for text, word in plain.items() if word in offered)
     return found + tuple(text for text, word in plain.items() if found and word.startswith(_UNDONE))
+
+
+def _clicks(plain: dict[str, str], followed: set[str]) -> set[str]:
+    """The words for clicks, if other behaviors follow them."""
+    return {word for text, word in plain.items() if len(followed) > 1 and _behavior_of_kind(text) == "click"}
+
+
+def _behavior_of_kind(text: str) -> str | None:
+    """The behavior that a kind of event is, in the singular or plural."""
+    return behavior_of(text) or behavior_of(text.removesuffix("s"))
+
+
+def outcome_grades(texts: Sequence[str]) -> dict[str, float]:
+    """Grade of each kind of event that is no offer: 1; where there are purchases, other outcomes have half of theirs.
+
+    Grades are by value in simulated shops: of a view, a cart and a purchase 0, 0.5 and 1 give policies that are worth
+    more, by the probability of a purchase, than 0, 1 and 1, and as much as 0, 0 and 1 (docs/your_own_log.md).
+    """
+    outcomes = [text for text in texts if text not in offers(texts)]
+    bought = [text for text in outcomes if _behavior_of_kind(text) == "purchase"]
+    return {text: 0.5 if bought and text not in bought else 1.0 for text in outcomes}
 
 
 def true_texts(texts: Sequence[str]) -> tuple[str, ...]:

@@ -37,16 +37,28 @@ def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, 
     Args:
         rows: rows of the files.
         columns: standard name -> name in the log.
-        flags: the columns among them that become a boolean: whether the value is one of those that mean true.
+        flags: the columns among them that become a boolean: whether the value is one of those that mean true; or the
+            grade of the value.
     """
     chosen = {column: _plain_number(rows[name]) for column, name in columns.items()}
-    chosen |= {column: _has_value(chosen[column], flag) for column, flag in flags.items()}
+    chosen |= {column: _read(chosen[column], flag) for column, flag in flags.items()}
     return rows.select(**{Engine.FILE: rows[Engine.FILE], Engine.ROW: rows[Engine.ROW]}, **chosen)
 
 
 def _plain_number(column: ir.Value) -> ir.Value:
     """Decimals, as databases write them, as float64; other columns as they are."""
     return column.cast("float64") if column.type().is_decimal() else column
+
+
+def _read(column: ir.Value, flag: FlagColumn) -> ir.Value:
+    """The boolean or the grade that a value means; null if it is missing."""
+    if not flag.grades:
+        return _has_value(column, flag)
+    graded = [
+        _has_value(column, FlagColumn(flag.column, value)).cast("float64") * grade
+        for value, grade in flag.grades.items()
+    ]
+    return reduce(add, graded)
 
 
 def _has_value(column: ir.Value, flag: FlagColumn) -> ir.BooleanColumn:
@@ -126,11 +138,12 @@ def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float, more: Ev
     """
     watch = length_ms(raw, LogColumns.WATCH_TIME, mapping.watch_time_unit)
     duration = length_ms(raw, LogColumns.DURATION, mapping.duration_unit)
+    is_timed, unit = LogColumns.TIMESTAMP in raw.columns, mapping.time_unit or "ms"
     label, propensity = _optional_number(raw, LogColumns.LABEL), _optional_number(raw, LogColumns.PROPENSITY)
-    return raw.select(
+    events = raw.select(
         user_id=raw[LogColumns.USER_ID],
         item_id=raw[LogColumns.ITEM_ID],
-        timestamp=timestamp_ms(raw[LogColumns.TIMESTAMP], mapping.time_unit or "ms"),
+        timestamp=timestamp_ms(raw[LogColumns.TIMESTAMP], unit) if is_timed else ibis.null("int64"),
         watch_ms=_kept(watch, watch.between(0, max_watch_time * 1000)).round().cast("int64"),
         duration_ms=_kept(duration, (duration > 0) & ~duration.isinf()).round().cast("int64"),
         dislike=_flag(raw, LogColumns.DISLIKE),
@@ -141,6 +154,16 @@ def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float, more: Ev
         **({Derived.BEHAVIORS: _bits(raw, more.behaviors)} if more.behaviors else {}),
         **{CONTEXT + one.name: _context(raw[CONTEXT + one.name], one) for one in more.context},
     )
+    return events if is_timed else _in_random_order(events)
+
+
+def _in_random_order(events: ir.Table) -> ir.Table:
+    """Numbers each user's events by a hash of the ids: the order of the rows could be that of the items or grades."""
+    user, item = (events[name].cast("string") for name in (LogColumns.USER_ID, LogColumns.ITEM_ID))
+    drawn = events.mutate(drawn=(user + "/" + item).hexdigest("md5"))
+    order = [drawn.drawn.asc(), *time_order(drawn)]
+    place = ibis.row_number().over(group_by=LogColumns.USER_ID, order_by=order).cast("int64")
+    return drawn.mutate(**{LogColumns.TIMESTAMP: place}).drop("drawn")
 
 
 def _bits(raw: ir.Table, behaviors: Iterable[str]) -> ir.IntegerColumn:

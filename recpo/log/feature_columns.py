@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
-from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, name_of
+from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, name_of, validate_flag
 
 TableSide = Literal["item", "user"]
 #: Prefix of event columns for behaviors and request features while a log is prepared.
@@ -103,12 +103,12 @@ def _validate(feature: Feature, side: Side) -> None:
         )
 
 
-def _validate_behaviors(behaviors: Iterable[str], context: tuple[Feature, ...]) -> None:
-    behaviors = list(behaviors)
+def _validate_behaviors(behaviors: Mapping[str, str | FlagColumn], context: tuple[Feature, ...]) -> None:
     number, rule = len(behaviors), f"are at most {_MOST_BEHAVIORS}"
     validate_range(number <= _MOST_BEHAVIORS, "behaviors", rule, f"{number} of them")
     taken = _TAKEN | {feature.name for feature in context}
-    for name in behaviors:
+    for name, column in behaviors.items():
+        validate_flag(f"behaviors.{name}", column)
         if not _NAME.fullmatch(name) or name in taken:
             raise RecpoError(
                 f"behaviors: {name!r} is not a valid name: use letters, digits, and . _ - between them, not a name of "

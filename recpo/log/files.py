@@ -165,7 +165,7 @@ def open_log(
     """
     files, empty, schemas = [], [], []
     wanted, flags = mapping.named() | more.named(), mapping.flags() | more.flags()
-    needed = {*LogColumns.REQUIRED, *chosen.named(), *more.chosen}
+    needed = {*mapping.required, *chosen.named(), *more.chosen}
     opened, faults = open_files(paths, wanted, work, "log", form, flags)
     for file, rows, schema in opened:
         schemas.append((file.shown, schema))

@@ -114,6 +114,9 @@ class Inspection(Recognition):
                 options |= {"duration_exponent": exponent}
                 why += f", as at one duration: it grows with `{duration}` to the power of {exponent:g}"
             return Choice("WatchQuantiles", options, why)
+        if rated is not None and isinstance(grades := self.texts(LogColumns.LABEL), dict):
+            why = f"{' and '.join(f'{grade:g} for {text}' for text, grade in grades.items())}, 0 for other values"
+            return Choice("NumericColumn", {"low": 0, "high": 1}, f"of `{rated}`: {why}")
         if rated is not None and (texts := self.texts(LogColumns.LABEL)):
             return Choice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
         if rated is not None and facts[rated].distinct > 1:
@@ -315,7 +318,7 @@ def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnF
 
 def _days(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> float | None:
     column, unit = found.column(LogColumns.TIMESTAMP), found.columns.time_unit
-    if column is None or unit == "order":
+    if column is None or not found.columns.has_clock:
         return None
     values = table[column]
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):

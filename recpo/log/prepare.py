@@ -1,5 +1,6 @@
 """``Preparation`` has the options of a prepared directory; ``PrepareRun.write`` has the steps to it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -293,7 +294,7 @@ class PrepareRun:
         self._stage("splitting")
         split, time = self.choice.split, events[LogColumns.TIMESTAMP]
         ends = self.engine.row(events.aggregate(first=time.min(), last=time.max()))
-        boundaries = split.boundaries(ends["first"], ends["last"], self.choice.mapping.time_unit != "order")
+        boundaries = split.boundaries(ends["first"], ends["last"], self.choice.mapping.has_clock)
         self.boundaries = {"first_ms": ends["first"], "last_ms": ends["last"], **boundaries}
         events = split.assign(events, boundaries)
         return events if split.is_per_event else self.engine.materialize("events", events)
@@ -333,9 +334,15 @@ class PrepareRun:
         if not label.reads_events_once:
             engine.drop("placed")
         # the label with its options, and the column that it reads: logs whose labels mean the same agree in it
-        column = self.log.columns.get(LogColumns.LABEL) if LogColumns.LABEL in label.needs else None
-        described, fitted = repr(label) + (f" of {column}" if column else ""), engine.table(cutoff_table(quantiles))
+        described, fitted = repr(label) + self._label_column(), engine.table(cutoff_table(quantiles))
         self.feedback = definition(fitted, self.choice.feedback, label, self.choice.max_watch_time, described)
+
+    def _label_column(self) -> str:
+        """The column that the label reads, and the values that have grades; empty if it reads none."""
+        column, values = self.log.columns.get(LogColumns.LABEL), self.log.flags.get(LogColumns.LABEL)
+        if column is None or LogColumns.LABEL not in self.choice.label.needs:
+            return ""
+        return f" of {column}" + (f" {json.dumps(values.to_json()['equals'])}" if values else "")
 
     def _outside(self, events: ir.Table) -> ir.Table | None:
         """The dropped events that an extension needs; None = the split cannot be extended.

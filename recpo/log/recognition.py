@@ -27,9 +27,17 @@ _MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of 
 _IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
 _FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM)
 _WITHOUT_TIME: Final = (
-    "; a log without times needs a column that orders the events of a user, such as the number of the row, and "
-    "--columns.time_unit order"
+    "; a column that orders the events of a user has --columns.time_unit order; for a log without times, pass "
+    "--columns.time_unit none"
 )
+_NO_TIME: Final = (
+    "no column has times, so the events of each user are put into a random order (time_unit none): the order of the "
+    "rows may be that of the items; if a column orders the events, pass --columns.timestamp NAME"
+)
+
+
+#: The texts that mean true, or the grades of texts.
+Texts = tuple[str, ...] | dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -41,14 +49,14 @@ class Finding:
         column: its name in the log.
         unit: its unit; None = it has no unit, or the unit is not decided.
         evidence: the reason why it was recognized, and its values.
-        texts: the texts that mean true, for a flag that is read from texts.
+        texts: the texts that mean true, for a flag that is read from texts; of a label also texts with their grades.
     """
 
     role: str
     column: str
     unit: str | None
     evidence: str
-    texts: tuple[str, ...] = ()
+    texts: Texts = ()
 
     @property
     def source(self) -> str | FlagColumn:
@@ -82,8 +90,8 @@ class Recognition:
         """The log's name of a standard column; None = the log has no such column."""
         return next((found.column for found in self.findings if found.role == role), None)
 
-    def texts(self, role: str) -> tuple[str, ...]:
-        """The texts that mean true, for a flag that is read from texts; else empty."""
+    def texts(self, role: str) -> Texts:
+        """The texts that mean true, for a flag that is read from texts, or their grades; else empty."""
         return next((found.texts for found in self.findings if found.role == role), ())
 
     @property
@@ -91,7 +99,7 @@ class Recognition:
         """The complete mapping for ``recpo prepare``."""
         said: dict[str, Any] = {found.role: found.source for found in self.findings}
         said |= {_UNIT_OPTION[found.role]: found.unit for found in self.findings if found.role in _UNIT_OPTION}
-        return Columns(**said)
+        return Columns(**said) if LogColumns.TIMESTAMP in said else Columns(**said, time_unit="none")
 
 
 def recognize(
@@ -135,11 +143,14 @@ class _Recognizer:
         self._find_roles()
         texts = self._true_texts()
         opinion_doubts = self._add_opinions(texts)
+        missing = [role for role in self.given.required if role not in self.columns]
+        if missing == [LogColumns.TIMESTAMP] and not any(rank_as(missing[0], name) is not None for name in self.facts):
+            self.doubts.append(_NO_TIME)
+            missing = []
         self.questions += [
             f"{role}: not recognized among the columns {', '.join(self.facts)}: pass --columns.{role} NAME"
             + (_WITHOUT_TIME if role == LogColumns.TIMESTAMP else "")
-            for role in LogColumns.REQUIRED
-            if role not in self.columns
+            for role in missing
         ]
         unsuitable = self._unsuitable(texts)
         self.questions += unsuitable.values()
@@ -173,7 +184,7 @@ class _Recognizer:
         for role, column in PRESETS[self.preset].named().items() if self.preset != "plain" else ():
             if role not in self.columns and column in self.facts and _suits(self.facts[column], role):
                 self._set(role, column, f"preset {self.preset}")
-        for role in LogColumns.ALL:
+        for role in (*self.given.required, *LogColumns.OPTIONAL):
             suiting = [name for name, one in self.facts.items() if self._is_free(name) and _suits(one, role)]
             ranked = [(rank, name) for name in suiting if (rank := rank_as(role, name)) is not None]
             if role not in self.columns and ranked:
@@ -182,7 +193,7 @@ class _Recognizer:
 
     def _find_alone(self) -> None:
         """A time by its values and an item by the end of its name, where only one column is left for them."""
-        if LogColumns.TIMESTAMP not in self.columns:
+        if LogColumns.TIMESTAMP not in self.columns and LogColumns.TIMESTAMP in self.given.required:
             clocks = [name for name, one in self.facts.items() if self._is_free(name) and _is_clock(one)]
             if len(clocks) == 1:
                 self._set(LogColumns.TIMESTAMP, clocks[0], "by its values")
@@ -192,9 +203,10 @@ class _Recognizer:
             if len(ids) == 1:
                 self._set(LogColumns.ITEM_ID, ids[0], "by the end of its name, as no other column is an id")
 
-    def _true_texts(self) -> dict[str, tuple[str, ...]]:
-        """Standard name -> the texts that mean true, for flags in columns of texts."""
-        found = {role: flag.values for role, flag in self.given.flags().items() if role in self.columns}
+    def _true_texts(self) -> dict[str, Texts]:
+        """Standard name -> the texts that mean true, or their grades, for columns of texts."""
+        given = {role: flag for role, flag in self.given.flags().items() if role in self.columns}
+        found: dict[str, Texts] = {role: flag.grades or flag.values for role, flag in given.items()}
         for role, column in self.columns.items():
             facts = self.facts[column]
             if role in found or facts.kind != "text" or role not in (*_FLAGS, LogColumns.LABEL):
@@ -205,7 +217,7 @@ class _Recognizer:
                 found[role] = texts
         return found
 
-    def _add_opinions(self, texts: dict[str, tuple[str, ...]]) -> list[str]:
+    def _add_opinions(self, texts: dict[str, Texts]) -> list[str]:
         """Adds the dislikes, labels and behaviors that columns of texts state; returns doubts."""
         doubts = []
         for name, facts in self.facts.items():
@@ -235,7 +247,7 @@ class _Recognizer:
             doubts += [f"`{name}`: {' and '.join(read)}, other values as neither"] if read else []
         return doubts
 
-    def _unsuitable(self, texts: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    def _unsuitable(self, texts: Mapping[str, Texts]) -> dict[str, str]:
         """Standard name -> question, for columns that the user named and ``recpo prepare`` would refuse."""
         questions = {}
         for role, column in self.columns.items():
@@ -360,11 +372,12 @@ class _Recognizer:
         used = {*self.columns.values(), *map(name_of, self.behaviors.values())}
         return [one for name, one in self.facts.items() if name not in used]
 
-    def _label_by_actions(self, texts: dict[str, tuple[str, ...]]) -> list[str]:
+    def _label_by_actions(self, texts: dict[str, Texts]) -> list[str]:
         """Without watch times and ratings, what users did with an exposure says how good it was.
 
         Args:
-            texts: standard name -> the texts that mean true; that of the label is added if it is read from values.
+            texts: standard name -> the texts that mean true, or their grades; those of the label are added if it is
+                read from values.
 
         Returns:
             What to check.
@@ -396,7 +409,7 @@ class _Recognizer:
             values = column.values if isinstance(column, FlagColumn) else ()
             yield name_of(column), values, f"events without a {first}{instead}"
 
-    def _other_labels(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    def _other_labels(self) -> Iterator[tuple[str, Texts, str]]:
         """Flags of skips, and kinds of events of which some are mere offers: their columns, texts, and other events."""
         for name, facts in self.facts.items():
             if not self._is_free(name) or facts.distinct < 2:
@@ -405,7 +418,8 @@ class _Recognizer:
                 yield name, column_facts.UNSKIPPED, "events with it"
             offered = column_facts.offers(facts.texts) if plain_name(name) in column_facts.EVENT_KINDS else ()
             if offered and len(offered) < len(facts.texts):
-                yield name, tuple(text for text in facts.texts if text not in offered), f"events of {_or(offered)}"
+                grades = column_facts.outcome_grades(facts.texts)
+                yield name, grades if set(grades.values()) > {1.0} else tuple(grades), f"events of {_or(offered)}"
 
     def _other_readings(self, rest: Sequence[ColumnFacts]) -> list[str]:
         """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""
@@ -433,7 +447,7 @@ class _Recognizer:
             f"from it (behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no "
             "feedback"
             for one in rest
-            if plain_name(one.name) in column_facts.EVENT_KINDS and one.kind == "text"
+            if plain_name(one.name) in column_facts.EVENT_KINDS and (one.kind == "text" or _has_codes(one))
         ]
         return doubts + [
             f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"
@@ -456,7 +470,9 @@ class _Recognizer:
         ]
 
 
-def _flag_of(column: str, texts: Sequence[str]) -> FlagColumn:
+def _flag_of(column: str, texts: Texts) -> FlagColumn:
+    if isinstance(texts, dict):
+        return FlagColumn(column, texts)
     return FlagColumn(column, texts[0] if len(texts) == 1 else tuple(texts))
 
 
@@ -490,6 +506,11 @@ def _suits(facts: ColumnFacts, role: str) -> bool:
     if role in (LogColumns.WATCH_TIME, LogColumns.DURATION):
         return facts.kind in ("whole", "number") and (facts.most or 0.0) > 0
     return facts.is_number
+
+
+def _has_codes(facts: ColumnFacts) -> bool:
+    """Whether a column has few whole numbers, which may be codes for kinds of events."""
+    return facts.kind == "whole" and facts.few is not None
 
 
 def _is_clock(facts: ColumnFacts) -> bool:

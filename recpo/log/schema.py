@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from recpo.base.errors import Code, RecpoError
 
-TimeUnit = Literal["s", "ms", "us", "ns", "order"]
+TimeUnit = Literal["s", "ms", "us", "ns", "order", "none"]
 DurationUnit = Literal["s", "ms", "us", "min"]
 
 _NUMBER: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
@@ -220,20 +220,22 @@ class FlagColumn:
     """A flag that is read from a column of values: true where the value is one of ``equals``, null where it is missing.
 
     For a column ``thumb`` with "up", "down" and null, a dislike is ``FlagColumn("thumb", "down")``; in YAML,
-    ``dislike: {column: thumb, equals: down}``. Texts are compared without the spaces around them.
+    ``dislike: {column: thumb, equals: down}``. Texts are compared without the spaces around them. A label may have
+    grades instead: ``label: {column: event, equals: {cart: 0.5, purchase: 1}}`` is 0 for other values.
 
     Args:
         column: column of the log; strings, numbers or booleans.
-        equals: the value, or values, that mean true.
+        equals: the value, or values, that mean true; of a label also values with their grades in (0, 1].
     """
 
     column: str
-    equals: str | int | bool | tuple[str | int | bool, ...]
+    equals: str | int | bool | tuple[str | int | bool, ...] | dict[str, float]
 
     def __post_init__(self) -> None:
-        if not self.values or "" in self.values:
+        if not self.values or "" in self.values or not all(0.0 < grade <= 1.0 for grade in self.grades.values()):
             raise RecpoError(
-                f"column {self.column}: equals is {self.equals!r}, expected the values that mean true",
+                f"column {self.column}: equals is {self.equals!r}, expected the values that mean true, or values with "
+                "their grades in (0, 1]",
                 code="bad_value",
                 field=self.column,
             )
@@ -241,8 +243,14 @@ class FlagColumn:
     @property
     def values(self) -> tuple[str, ...]:
         """The values of ``equals`` as texts; "true" and "false" for booleans."""
-        given = self.equals if isinstance(self.equals, tuple | list) else (self.equals,)
+        given = self.equals if isinstance(self.equals, tuple | list | dict) else (self.equals,)
         return tuple(str(value).lower() if isinstance(value, bool) else str(value).strip() for value in given)
+
+    @property
+    def grades(self) -> dict[str, float]:
+        """Value -> grade; empty for a flag, which is true for all of its values."""
+        grades = self.equals.values() if isinstance(self.equals, dict) else ()
+        return dict(zip(self.values, map(float, grades), strict=False))
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -251,7 +259,22 @@ class FlagColumn:
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest; ``read_column`` reads it."""
-        return {"column": self.column, "equals": list(self.values)}
+        return {"column": self.column, "equals": self.grades or list(self.values)}
+
+
+def validate_flag(option: str, column: str | FlagColumn | None) -> None:
+    """Raises ``RecpoError`` if values have grades where they mean true or false.
+
+    Args:
+        option: the option that names the column, for the message.
+        column: the column.
+    """
+    if isinstance(column, FlagColumn) and column.grades:
+        raise RecpoError(
+            f"{option}: equals has grades, but a flag is true or false: list the values that mean true",
+            code="bad_value",
+            field=option,
+        )
 
 
 def name_of(column: str | FlagColumn) -> str:
@@ -261,7 +284,10 @@ def name_of(column: str | FlagColumn) -> str:
 
 def read_column(entry: str | Mapping[str, Any]) -> str | FlagColumn:
     """The column of an entry of the manifest: a name, or the content of a flag."""
-    return entry if isinstance(entry, str) else FlagColumn(entry["column"], tuple(entry["equals"]))
+    if isinstance(entry, str):
+        return entry
+    equals = entry["equals"]
+    return FlagColumn(entry["column"], tuple(equals) if isinstance(equals, list) else equals)
 
 
 @dataclass(frozen=True)
@@ -280,11 +306,13 @@ class Columns:
         dislike: column of an explicit negative signal, bool or 0/1; or ``{column: thumb, equals: down}``, for a column
             of values of which some mean a dislike.
         label: column of a number that the label method reads (a rating, a binary signal); or ``{column: thumb, equals:
-            up}``, which is 1 for these values and 0 for others.
+            up}``, which is 1 for these values and 0 for others; or values with their grades, ``{column: event, equals:
+            {cart: 0.5, purchase: 1}}``.
         propensity: column of the logging policy's probability of the item, in (0, 1].
         is_random: column that is true for uniformly random exposures, bool or 0/1; or ``{column: ..., equals: ...}``.
         request_id: column that is shared by the events of one request.
-        time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a position without a clock.
+        time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a position without a clock;
+            "none" = the log has no times, or they are not read: the events of each user are put into a random order.
         watch_time_unit: unit of ``watch_time``.
         duration_unit: unit of ``duration``.
     """
@@ -303,6 +331,10 @@ class Columns:
     watch_time_unit: DurationUnit | None = None
     duration_unit: DurationUnit | None = None
 
+    def __post_init__(self) -> None:
+        for role in (LogColumns.DISLIKE, LogColumns.IS_RANDOM):
+            validate_flag(f"columns.{role}", getattr(self, role))
+
     def over(self, preset: Self) -> Self:
         """This mapping, completed by ``preset``."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -310,8 +342,18 @@ class Columns:
 
     def named(self) -> dict[str, str]:
         """Standard name -> name in the log, for every column that this mapping names."""
-        given = {column: getattr(self, column) for column in LogColumns.ALL}
+        given = {column: getattr(self, column) for column in (*self.required, *LogColumns.OPTIONAL)}
         return {column: name_of(name) for column, name in given.items() if name is not None}
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether timestamps are times, not positions."""
+        return self.time_unit not in ("order", "none")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The standard columns that the log must have."""
+        return tuple(one for one in LogColumns.REQUIRED if one != LogColumns.TIMESTAMP or self.time_unit != "none")
 
     def flags(self) -> dict[str, FlagColumn]:
         """Standard name -> the flag that is read from values, for every such column."""

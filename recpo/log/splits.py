@@ -41,7 +41,7 @@ class Split(ABC):
         Args:
             first_ms: earliest timestamp of the log.
             last_ms: latest timestamp of the log.
-            has_clock: False if timestamps are positions (``time_unit: order``).
+            has_clock: False if timestamps are positions (``time_unit: order`` or ``none``).
 
         Raises:
             RecpoError: the log cannot be split this way.
@@ -80,7 +80,7 @@ class TemporalSplit(Split):
         """The two times in milliseconds since the epoch, and as ISO times in ``timezone``."""
         if not has_clock:
             raise RecpoError(
-                "split TemporalSplit needs real times, but time_unit is order: use LeaveLastOut",
+                "split TemporalSplit needs real times, but by time_unit the log has none: use LeaveLastOut",
                 code="conflicting_options",
                 field="time_unit",
             )

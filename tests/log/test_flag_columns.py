@@ -122,7 +122,38 @@ def test_an_extension_keeps_the_values_and_may_lack_them(tmp_path):
     assert two.manifest["counts"]["splits"]["test"]["behaviors"]["like"] > 0
 
 
-@pytest.mark.parametrize("equals", ["", (), " "])
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_grades_of_texts_give_the_same_labels_as_numbers(tmp_path, suffix):
+    grades = {"cart": 0.5, "purchase": 1.0}
+    log, random = make_log(), np.random.default_rng(2)
+    kinds = random.choice(["view", "cart", "purchase"], log.num_rows, p=[0.7, 0.2, 0.1]).tolist()
+    texts = log.append_column("event", pa.array(kinds))
+    numbers = log.append_column("label", pa.array([grades.get(kind, 0.0) for kind in kinds]))
+    label = recpo.NumericColumn(low=0, high=1)
+    for name, table in (("texts", texts), ("numbers", numbers)):
+        (pa.csv.write_csv if suffix == "csv" else pq.write_table)(table, tmp_path / f"{name}.{suffix}")
+    read = Columns(label=FlagColumn("event", grades))
+    one = recpo.prepare(tmp_path / f"texts.{suffix}", tmp_path / "one", columns=read, label=label, **QUICK)
+    two = recpo.prepare(tmp_path / f"numbers.{suffix}", tmp_path / "two", label=label, **QUICK)
+    assert shards(one) == shards(two)
+    assert one.manifest["config"]["columns"]["label"] == {"column": "event", "equals": grades}
+    other = Columns(label=FlagColumn("event", {"cart": 1.0, "purchase": 1.0}))
+    three = recpo.prepare(tmp_path / f"texts.{suffix}", tmp_path / "three", columns=other, label=label, **QUICK)
+    with refused("mismatch", "feedback"):
+        one.feedback.validate_same(three.feedback, "one", "three")
+
+
+def test_only_a_label_has_grades():
+    graded = FlagColumn("thumb", {"down": 0.5})
+    for role in ("dislike", "is_random"):
+        with refused("bad_value", f"columns.{role}"):
+            Columns(**{role: graded})
+    with refused("bad_value", "behaviors.like"):
+        recpo.prepare(rated()[0], "out", behaviors={"like": graded}, **QUICK)
+
+
+@pytest.mark.parametrize("equals", ["", (), " ", {}, {"up": 0.0}, {"up": 1.5}, {"": 1.0}])
 def test_no_value_is_refused(equals):
     with refused("bad_value", "thumb"):
         FlagColumn("thumb", equals)

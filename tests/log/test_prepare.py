@@ -1,4 +1,5 @@
 import hashlib
+import json
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import EVENT_SCHEMA, PERIODS, Columns
 from recpo.log.shaping import EveryEvent, NumericColumn
-from recpo.log.splits import LeaveLastOut
+from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.log.writing import Output, Sources
 from tests.log.conftest import DAY_MS, START_MS, make_log, write_log
 from tests.reference import watch_labels as reference
@@ -257,6 +258,35 @@ def test_leave_last_out_without_a_clock(tmp_path):
     assert (test.groupby("user_index")["is_target"].last()).all()
     assert (test["feedback"] == HIGHEST).all()
     assert pq.read_schema(tmp_path / "out/items.parquet").field("item_id").type == pa.int32()
+
+
+def test_a_log_without_times_has_a_random_order_that_rows_and_grades_do_not_change(tmp_path):
+    """The last events of users are not the last items, as in a matrix of ratings that is written row by row."""
+    random = np.random.default_rng(0)
+    users, items = (one.ravel() for one in np.mgrid[:200, :20])
+    kept = random.random(len(users)) < 0.7
+    log = pa.table({"user_id": users[kept], "item_id": items[kept], "rating": random.integers(1, 6, kept.sum())})
+    shuffled = log.take(random.permutation(log.num_rows))
+    choice = {
+        "columns": Columns(label="rating", time_unit="none"),
+        "label": NumericColumn(low=1.0, high=5.0),
+        "split": LeaveLastOut(),
+        "catalog": "log",
+    }
+    for name, table in (("one", log), ("two", shuffled)):
+        run(write_log(tmp_path / f"{name}.parquet", table), tmp_path / name, **choice)
+    one, two = (
+        pd.concat([pq.read_table(tmp_path / name / period).to_pandas() for period in PERIODS])
+        for name in ("one", "two")
+    )
+    pd.testing.assert_frame_equal(one, two)
+    ids = pq.read_table(tmp_path / "one/items.parquet").to_pandas().set_index("item_index")["item_id"]
+    test = pq.read_table(tmp_path / "one/test").to_pandas()
+    last = ids[test.loc[test["is_target"], "item_index"]]
+    assert abs(last.mean() - items.mean()) < 4 * items.std() / len(last) ** 0.5
+    assert json.loads((tmp_path / "one/manifest.json").read_text())["columns"]["timestamp"] is None
+    with refused("conflicting_options", "time_unit"):
+        run(write_log(tmp_path / "log.parquet", log), tmp_path / "three", **choice | {"split": TemporalSplit()})
 
 
 @pytest.mark.slow

@@ -120,6 +120,23 @@ def test_a_time_without_a_clock_is_an_order_and_mixed_units_are_a_question():
     assert "--columns.time_unit" in question
 
 
+def test_a_log_without_times_has_a_random_order_and_a_time_that_is_not_read_is_a_question():
+    timeless = {name: values for name, values in BASE.items() if name != "timestamp"}
+    found = recognize(facts(**timeless))
+    assert (found.questions, found.columns.time_unit, found.column("timestamp")) == ((), "none", None)
+    assert "no column has times" in found.doubts[0]
+    (question,) = recognize(facts(**timeless, time=["11/15/2019 8:55:22 AM", "1/2/2019 9:00:00 PM"] * 20)).questions
+    assert "pass --columns.time_unit none" in question
+    said = recognize(facts(**BASE), Columns(time_unit="none"))
+    assert (said.questions, said.columns.time_unit, said.column("timestamp")) == ((), "none", None)
+
+
+def test_codes_for_kinds_of_events_are_reported_and_not_read():
+    found = recognize(facts(**BASE, action_type=[0, 1, 2, 3] * 10))
+    assert found.column("label") is None
+    assert any("`action_type` says what kind of event a row is" in doubt for doubt in found.doubts)
+
+
 def test_what_is_missing_is_asked_for_and_a_clock_is_known_by_its_values():
     found = recognize(facts(who=[1, 2] * 20, item_id=[3, 4] * 20, moment=SECONDS))
     assert (found.column("timestamp"), found.columns.time_unit) == ("moment", "s")
@@ -170,7 +187,7 @@ def test_minutes_are_reported_only_if_they_are_not_plausible():
     assert "not plausible: median" in long.doubts[0]
 
 
-_BOUGHT, _KEPT = ("addtocart", "transaction"), ("cart", "purchase")
+_BOUGHT, _KEPT = {"addtocart": 0.5, "transaction": 1.0}, {"cart": 0.5, "purchase": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -183,12 +200,24 @@ _BOUGHT, _KEPT = ("addtocart", "transaction"), ("cart", "purchase")
         ({"skipped": [0, 1] * 20}, FlagColumn("skipped", ("0", "false", "False", "FALSE")), {}),
         ({"skipped": [True, False] * 20, "saved": [0, 1] * 20}, "saved", {}),
         ({"event": ["Impression", "click"] * 20}, FlagColumn("event", "click"), {}),
-        ({"action": ["shown", "buy", "like", "shown"] * 10}, FlagColumn("action", ("buy", "like")), {}),
+        ({"action": ["shown", "buy", "like", "shown"] * 10}, FlagColumn("action", {"buy": 1.0, "like": 0.5}), {}),
         ({"event": ["view", "cart"] * 20}, FlagColumn("event", "cart"), {}),
         ({"event": ["view", "addtocart", "transaction", "view"] * 10}, FlagColumn("event", _BOUGHT), {}),
         ({"event_type": ["view", "cart", "remove_from_cart", "purchase"] * 10}, FlagColumn("event_type", _KEPT), {}),
-        ({"behavior_type": ["pv", "fav", "cart", "buy"] * 10}, FlagColumn("behavior_type", ("buy", "cart", "fav")), {}),
-        ({"event": ["impression", "view", "purchase", "view"] * 10}, FlagColumn("event", ("purchase", "view")), {}),
+        ({"event": ["pv", "fav", "cart", "buy"] * 10}, FlagColumn("event", {"buy": 1.0, "cart": 0.5, "fav": 0.5}), {}),
+        (
+            {"event": ["impression", "view", "purchase", "view"] * 10},
+            FlagColumn("event", {"purchase": 1.0, "view": 0.5}),
+            {},
+        ),
+        (
+            {"event": ["clicks", "carts", "orders", "clicks"] * 10},
+            FlagColumn("event", {"carts": 0.5, "orders": 1.0}),
+            {},
+        ),
+        ({"event": ["click", "share"] * 20}, FlagColumn("event", "share"), {}),
+        ({"event": ["impression", "purchase"] * 20}, FlagColumn("event", "purchase"), {}),
+        ({"event": ["click"] * 40}, None, {}),
         ({"event": ["view", "scroll"] * 20}, None, {}),
         ({"click": [0, 1] * 20, "stars": [1, 5, 3, 2] * 10}, "stars", {"click": "click"}),
         ({"click": [0, 1] * 20, "watch_s": spread(30, 300)}, None, {"click": "click"}),
