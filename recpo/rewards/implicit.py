@@ -115,8 +115,8 @@ def best_on_validation(
     if not ndcgs.shape[1]:
         if len(models) > 1:
             raise RecpoError(
-                f"{data.root}: no validation user has a positive event, so nothing says which of {len(models)} models "
-                "is best: give one value of each option",
+                f"{data.root}: no validation user has a positive event with an item that is new to them, so nothing "
+                f"says which of {len(models)} models is best: prepare more events, or give one value of each option",
                 code="empty",
             )
         return 0, [{_NDCG: None}]
@@ -467,8 +467,8 @@ def fit_ease(
         (value,) = (of_model[_NDCG] for of_model in best_on_validation(data, [model])[1])
         if value is None and len(ridges) > 1:
             raise RecpoError(
-                f"{data.root}: no validation user has a positive event, so nothing says which of {len(ridges)} "
-                "ridges is best: give one",
+                f"{data.root}: no validation user has a positive event with an item that is new to them, so nothing "
+                f"says which of {len(ridges)} ridges is best: prepare more events, or give one",
                 code="empty",
                 field="ridges",
             )

@@ -370,8 +370,8 @@ class Road:
         best = max(self.measured, key=lambda one: one.result.estimate(criterion).mean).name
         user, items = self._validation.one_list(self._contender(best), self._k)
         name = self.data.table("users.parquet", ["user_id"]).column(0)[user].as_py()
-        listed = ", ".join(map(str, self.data.item_ids().listed(np.array(items))))
-        self.say(f"a first list, by {best}, for user {name}: {listed}")
+        listed = ", ".join(map(str, self.data.item_ids().listed(np.array(items, np.int64))))
+        self.say(f"a first list, by {best}, for user {name}: {listed or 'empty, as every item is in the past'}")
 
     @property
     def measured(self) -> list[Evaluated]:

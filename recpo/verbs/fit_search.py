@@ -62,7 +62,7 @@ SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
     fit_recipes.VALUE_DPO: (
         Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
         Dimension("objective.init_args.beta", 0.3, 0.03, 1.0),
-        Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
+        Dimension("objective.init_args.nll_coef", 0.0, choices=(0.0, 0.03, 0.1, 0.3)),
     ),
 }
 

@@ -25,6 +25,7 @@ from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
 from recpo.evaluation.decision import criterion_of, reward_of
+from recpo.evaluation.held_out_pass import HeldOutPass
 from recpo.log.inspection import LogCounts, inspect_log
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
@@ -444,6 +445,28 @@ def test_the_search_begins_at_the_options_that_follow_from_the_log(tmp_path, mon
     road.plan.trials = 2
     assert fit_search.search(road, reserve=0.0) == [f"{leading}-1", f"{leading}-2"]
     assert [set(changed) for _, changed in tried] == [{one.option for one in fit_search.SPACES[leading]}] * 2
+
+
+@pytest.mark.slow
+def test_all_that_is_searched_can_be_trained(prepared, tmp_path):
+    road = road_of(prepared, tmp_path)
+    road.plan.effort = 1 / 32
+    road.factorize()
+    assert road.train("pretrain", RECIPES["pretrain"])
+    for name, space in fit_search.SPACES.items():
+        changed = {one.option: one.choices[-1] if one.choices else one.high for one in space}
+        if RECIPES[name].reward != "reward_model":  # it needs features
+            assert road.train(f"{name}-1", RECIPES[name], changed | {"trainer.max_steps": 2})
+        assert all(one.low <= one.default <= one.high or one.default in one.choices for one in space)
+
+
+def test_a_user_who_had_every_item_has_an_empty_first_list(prepared, tmp_path, monkeypatch):
+    said = []
+    road = road_of(prepared, tmp_path, said.append)
+    road.measure("popularity")
+    monkeypatch.setattr(HeldOutPass, "one_list", lambda self, contender, k: (0, []))
+    road.show_list()
+    assert said[-1].endswith("empty, as every item is in the past")
 
 
 def test_an_interrupted_step_says_how_the_fit_continues(prepared, tmp_path, monkeypatch):
