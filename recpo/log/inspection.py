@@ -32,6 +32,7 @@ _SMOOTHING: Final = 10
 _LEAST_WATCHED: Final = 1_000
 _MOST_WATCHED: Final = 100_000
 _YEAR: Final = 365.0  # days
+_NAMES_SHOWN: Final = 8
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
@@ -221,7 +222,7 @@ def inspect_log(
     recognition = replace(
         recognition,
         questions=(*_unnamed(sample), *recognition.questions),
-        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables)),
+        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition)),
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
     return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
@@ -273,14 +274,29 @@ def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]
     return tables
 
 
-def _doubts_of_files(sample: TableSample, others: Sequence[TableSample], tables: Mapping[str, str]) -> list[str]:
+def _not_read(one: TableSample, found: Recognition) -> str:
+    """Why a file is neither the log nor one of its tables."""
+    names, files = one.table.column_names, ", ".join(map(str, one.files))
+    ids = [name for role in (LogColumns.ITEM_ID, LogColumns.USER_ID) if (name := found.column(role)) is not None]
+    keys = [name for name in ids if name in names]
+    if not keys:
+        wanted = " or ".join(f"`{name}`" for name in ids)
+        return f"{files}: not read, as no column is {wanted} ({', '.join(names[:_NAMES_SHOWN])})"
+    if len(keys) == 1 and (again := one.table.num_rows - pc.count_distinct(one.table[keys[0]]).as_py()):
+        return (
+            f"{files}: not read, as {again:,} rows have the `{keys[0]}` of an earlier row: a table has one row for each"
+        )
+    return f"{files}: other columns than the log, not read"
+
+
+def _doubts_of_files(
+    sample: TableSample, others: Sequence[TableSample], tables: Mapping[str, str], found: Recognition
+) -> list[str]:
     doubts = []
     if len(sample.files) > 1:
         names = ", ".join(file.name for file in sample.files[:5])
         doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}")
-    left = [str(file) for one in others for file in one.files if str(file) not in tables.values()]
-    if left:
-        doubts.append(f"other columns, not read: {', '.join(left)}")
+    doubts += [_not_read(one, found) for one in others if not {*map(str, one.files)} & {*tables.values()}]
     if sample.nested:
         doubts.append(
             f"{', '.join(f'`{name}`' for name in sample.nested)}: nested columns are not read; write their fields as "

@@ -460,6 +460,12 @@ class _Recognizer:
         """What it costs if no column says how good an event was, and the columns that might."""
         if {LogColumns.WATCH_TIME, LogColumns.LABEL, LogColumns.DISLIKE} & self.columns.keys():
             return []
+        for behavior, name in ((behavior, name_of(column)) for behavior, column in self.behaviors.items()):
+            if self.facts[name].distinct == 1 and self.facts[name].nulls:
+                return [
+                    f"`{name}` ({self.facts[name].evidence}) has one value, and no column says how good other events "
+                    f"were: where a missing value means no {behavior}, write 0, and it becomes the label"
+                ]
         numbers = [one for one in rest if one.is_number and one.distinct > 1]
         shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in numbers[:5])
         remedy = "if one is feedback, pass --columns.watch_time, --columns.label or --columns.dislike NAME"

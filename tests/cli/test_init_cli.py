@@ -272,6 +272,22 @@ def test_nested_columns_are_reported(tmp_path):
     assert nested.startswith("`metrics`: nested columns are not read")
 
 
+def test_files_that_are_no_tables_say_why(tmp_path):
+    table = events().assign(user_id=lambda t: t["user"], item_id=lambda t: t["item"], ts=lambda t: t["second"])
+    table[["user_id", "item_id", "ts"]].to_parquet(tmp_path / "log.parquet")
+    pd.DataFrame({"item_id": [1, 2, 2, 2], "genre": list("abcd")}).to_parquet(tmp_path / "genres.parquet")
+    pd.DataFrame({"id": [1, 2], "color": list("ab")}).to_parquet(tmp_path / "colors.parquet")
+    pd.DataFrame({"item_id": [1, 2], "user_id": [1, 1]}).to_parquet(tmp_path / "pairs.parquet")
+    found = inspect_log(tmp_path)
+    assert dict(found.tables) == {}
+    (genres,), (colors,), (pairs,) = (
+        [doubt for doubt in found.doubts if f"{name}.parquet: " in doubt] for name in ("genres", "colors", "pairs")
+    )
+    assert "2 rows have the `item_id` of an earlier row" in genres
+    assert "no column is `item_id` or `user_id` (id, color)" in colors
+    assert "other columns than the log" in pairs
+
+
 def plays(number=1200, watched="play_seconds", length="track_seconds", factor=1.0):
     """Plays of tracks, most of them whole; thumbs as texts: 5 % down, 15 % up, the rest null."""
     random = np.random.default_rng(0)

@@ -232,6 +232,12 @@ def test_without_watch_times_and_ratings_a_behavior_is_the_label(columns, label,
     assert any("remove it from prepare.yaml and choose label EveryEvent" in one for one in found.doubts) == is_read
 
 
+def test_a_flag_with_one_value_and_nulls_is_named():
+    found = recognize(facts(**BASE, like=[1, None] * 20))
+    assert found.column("label") is None
+    assert any("where a missing value means no like, write 0" in doubt for doubt in found.doubts)
+
+
 def test_without_any_feedback_the_cost_and_the_other_numbers_are_named():
     found = recognize(facts(**BASE, volume=spread(0, 100), city=["a", "b"] * 20))
     (doubt,) = found.doubts
