@@ -205,8 +205,9 @@ class HistoryReader:
     A history is a frame of events, one per row, in any order: ``user_id``, ``item_id``, ``timestamp`` (times, or
     integer milliseconds since 1970) and, if the log had them, ``watch_time`` and ``duration`` in seconds, ``dislike``
     (true and false, or 1 and 0) and ``label`` in [0, 1]; also flags of behaviors and features of requests by their
-    names, if the policy reads them. Other columns are ignored. Feedback levels are computed here, exactly as ``recpo
-    prepare`` computed them for training.
+    names, if the policy reads them. Other columns are ignored. Without ``timestamp``, a policy that reads no times
+    takes the events in the order of the rows. Feedback levels are computed here, exactly as ``recpo prepare`` computed
+    them for training.
 
     Attributes:
         items: external ids of the catalog. Items that are retired or not available are read in histories and excluded
@@ -258,7 +259,7 @@ class HistoryReader:
         events = self._events(
             rows_of_users(owner, served, "histories"),
             self.known_items(table, "histories"),
-            time_column(table, TIMESTAMP, "histories"),
+            self._times(table),
             [number_column(table, name, "histories") for name in _NUMBERS],
             [flag_column(table, name, "histories") for name in ("dislike", *self.features.behaviors)],
         )
@@ -266,6 +267,12 @@ class HistoryReader:
         places = rows_of_users(id_column(named, USER_ID, "exclude"), served, "exclude")
         excluded = places, self.known_items(named, "exclude")
         return self._assembled(served, events, excluded, table, user_features=user_features, context=context, at=at)
+
+    def _times(self, table: pa.Table) -> np.ndarray:
+        """The times of events; without them, the numbers of the rows, if the policy reads only the order."""
+        if TIMESTAMP not in table.column_names and not self.reads_timestamps:
+            return np.arange(table.num_rows)
+        return time_column(table, TIMESTAMP, "histories")
 
     def _assembled(
         self,

@@ -8,9 +8,9 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, ParamSpec, TypeVar
 
 import yaml
 
@@ -32,6 +32,7 @@ T = TypeVar("T")
 PYTHON_ONLY: Mapping[str, Any] = {"python_only": True}
 #: Options that say how to treat an earlier result or the terminal; they change no result and are not recorded.
 UNRECORDED = ("overwrite", "progress", "resume")
+_CLASS: Final = "class_path"
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class Verb(ABC, Generic[R_co]):
         """The words of the command that repeats the verb: options that differ from their defaults, the output last."""
         recorded, words = self.recorded(), [type(self).__name__.lower()]
         for one in sorted(fields(self), key=lambda one: one.name == self.output_option):
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            if one.name in recorded and (value := recorded[one.name]) != _recorded(default):
+            default = _recorded(one.default if one.default_factory is MISSING else one.default_factory())
+            if one.name in recorded and (value := recorded[one.name]) != default:
+                value = _changes(value, default) if is_dataclass(getattr(self, one.name)) else value
                 values = value if isinstance(value, list) else [value]
                 words += [f"--{one.name}", *(part if isinstance(part, str) else json.dumps(part) for part in values)]
         return words
@@ -147,6 +149,14 @@ def resumable_directory(
         except Interrupted as error:
             message = f"stopped; {root} continues with the same options and --resume true"
             raise Interrupted(message, error.status) from error
+
+
+def _changes(value: Any, default: Any) -> Any:
+    """Of options within an option, those that differ from their defaults."""
+    if not (isinstance(value, dict) and isinstance(default, dict)) or value.get(_CLASS) != default.get(_CLASS):
+        return value
+    kept = {name: one for name, one in value.items() if name == _CLASS or one != default.get(name)}
+    return {name: _changes(one, default.get(name)) for name, one in kept.items()}
 
 
 def _recorded(value: Any) -> Any:

@@ -21,9 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import recpo
+from recpo.artifacts.documents import as_configuration
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
+from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.decision import criterion_of, reward_of
 from recpo.evaluation.held_out_pass import HeldOutPass
 from recpo.log.inspection import LogCounts, inspect_log
@@ -32,13 +34,14 @@ from recpo.log.prepared import Prepared
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.rewards.factors import Factors
-from recpo.rewards.implicit import EASE, ImplicitALS
+from recpo.rewards.implicit import EASE, AllRankOptions, ImplicitALS, ImplicitOptions
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.verbs import fit_road, fit_search
 from recpo.verbs.fit_recipes import POSITIVES, RECIPES, recipes_of
 from recpo.verbs.fit_road import PLAN, Plan, Road, RoadOptions, deciding_split
 from recpo.verbs.init import preparation_of, write_configurations
+from recpo.verbs.tilt import Tilt
 from tests.log.test_features import prepare as featured_log
 from tests.refusals import refused
 
@@ -125,6 +128,7 @@ def test_every_command_of_a_fit_parses_and_the_export_can_be_repeated(fitted, tm
         program, verb, *words = shlex.split(command)
         assert program == "recpo"
         parse(verb_class(verb), words)
+        assert len(command) < 1_500  # options within an option are those that differ from their defaults
     words = shlex.split(decision.commands[-1])[1:]
     assert words[0] == "export"
     words[words.index("--out") + 1] = str(tmp_path / "bundle")
@@ -445,6 +449,17 @@ def test_the_search_begins_at_the_options_that_follow_from_the_log(tmp_path, mon
     road.plan.trials = 2
     assert fit_search.search(road, reserve=0.0) == [f"{leading}-1", f"{leading}-2"]
     assert [set(changed) for _, changed in tried] == [{one.option for one in fit_search.SPACES[leading]}] * 2
+
+
+def test_a_command_has_the_options_within_an_option_that_differ():
+    implicit, allrank = ImplicitOptions(ranks=(16,)), AllRankOptions(ridges=(0.1,))
+    options = BaselineOptions(implicit_als=implicit, allrank=allrank)
+    words = Tilt("allrank", "factors", "data", out="out", baseline_options=options).command()
+    changed = json.loads(words[words.index("--baseline_options") + 1])
+    assert changed["implicit_als"] == {"ranks": [16]}
+    assert changed["allrank"]["init_args"] == {"ridges": [0.1]}
+    assert sorted(changed) == ["allrank", "implicit_als"]
+    assert as_configuration(parse(Tilt, words[1:]).baseline_options) == as_configuration(options)
 
 
 @pytest.mark.slow

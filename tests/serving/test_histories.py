@@ -150,12 +150,20 @@ def test_types_of_users_and_items_are_those_of_the_frame():
     assert READER.read(categories).users.to_pylist() == ["x", "y"]
 
 
+def test_without_times_the_order_of_the_rows_counts_unless_the_policy_reads_times():
+    frame = {"user_id": ["u"] * 3, "item_id": ["b", "a", "b"]}
+    untimed, timed = (dataclasses.replace(READER, reads_timestamps=reads) for reads in (False, True))
+    expected = encoded(untimed.read(frame | {"timestamp": [T0, T0 + 1, T0 + 2]}))
+    assert encoded(untimed.read(frame)).item_ids.tolist() == expected.item_ids.tolist()
+    with refused("missing_column", "timestamp"):
+        timed.read(frame)
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [
         ({"user_id": None}, "missing_column"),
         ({"item_id": None}, "missing_column"),
-        ({"timestamp": None}, "missing_column"),
         ({"user_id": ["u", None]}, "missing_value"),
         ({"item_id": ["a", None]}, "missing_value"),
         ({"timestamp": [T0, None]}, "missing_value"),
