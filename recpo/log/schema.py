@@ -229,7 +229,7 @@ class FlagColumn:
     """
 
     column: str
-    equals: str | int | bool | tuple[str | int | bool, ...] | dict[str, float]
+    equals: str | int | bool | tuple[str | int | bool, ...] | dict[str, float] | dict[int, float]
 
     def __post_init__(self) -> None:
         if not self.values or "" in self.values or not all(0.0 < grade <= 1.0 for grade in self.grades.values()):

@@ -271,7 +271,8 @@ def _rows(ids: ArrayLike, known: IntArray, name: str, dimensions: int = 1) -> In
 def _days(day: ArrayLike, users: int) -> FloatArray:
     days = np.asarray(day, dtype=np.float64)
     if days.shape not in ((), (users,)) or not (np.isfinite(days) & (days >= 0)).all():
-        message = f"day has shape {days.shape}, expected one number >= 0, or one for each of the {users} users"
+        least = f", the least is {days.min()}" if days.size else ""
+        message = f"day has shape {days.shape}{least}; expected one number >= 0, or one for each of the {users} users"
         raise RecpoError(message, code="wrong_shape", field="day")
     return np.broadcast_to(days, (users,))
 

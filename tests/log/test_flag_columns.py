@@ -9,8 +9,10 @@ import pytest
 
 import recpo
 from recpo.base.errors import RecpoError
+from recpo.cli.parser import parse
 from recpo.log.schema import Columns, FlagColumn
 from recpo.log.shaping import BinaryColumn
+from recpo.verbs.prepare import Prepare
 from tests.log.conftest import DAY_MS, START_MS, make_log
 from tests.refusals import refused
 
@@ -142,6 +144,12 @@ def test_grades_of_texts_give_the_same_labels_as_numbers(tmp_path, suffix):
     three = recpo.prepare(tmp_path / f"texts.{suffix}", tmp_path / "three", columns=other, label=label, **QUICK)
     with refused("mismatch", "feedback"):
         one.feedback.validate_same(three.feedback, "one", "three")
+
+
+def test_grades_of_codes_from_the_command_line():
+    words = ["log", "--out", "out", "--columns.label", "{column: action, equals: {3: 0.5, 4: 1}}"]
+    label = parse(Prepare, words).columns.label
+    assert (label.grades, label.numbers) == ({"3": 0.5, "4": 1.0}, (3.0, 4.0))
 
 
 def test_only_a_label_has_grades():
