@@ -24,6 +24,7 @@ from recpo.log.events import timestamp_ms
 from recpo.log.locations import Location, locate
 from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
+from recpo.log.schema import Columns, FlagColumn
 from recpo.log.shaping import D2Q, BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles, WatchRatio, bucket_counts
 from recpo.log.splits import LeaveLastOut
 from recpo.log.writing import Output, Sources
@@ -218,6 +219,20 @@ def test_labels_are_the_same_numbers(spark, tmp_path, label):
         spark, tmp_path, events, lambda rows: label.add(rows, bucket_counts(rows, label)).select("row", "label")
     )
     assert duckdb == spark_found
+
+
+@pytest.mark.slow
+def test_grades_of_texts_and_a_random_order_give_the_same_bytes(spark, tmp_path):
+    log = hostile_log().select(["user_id", "item_id"])
+    kinds = np.random.default_rng(6).choice(["view", " cart", "purchase", None], len(log)).tolist()
+    file = write_log(tmp_path / "log.parquet", log.append_column("event", pa.array(kinds, pa.string())))
+    columns = Columns(label=FlagColumn("event", {"cart": 0.5, "purchase": 1.0}), time_unit="none")
+    choice = {"columns": columns, "label": NumericColumn(0, 1), "split": LeaveLastOut(2, 0.2, 0.1), "catalog": "log"}
+    for options in (DUCKDB, SPARK):
+        output = Output(tmp_path / options.engine, engine=options, progress=False)
+        manifest = Preparation(**choice).write(Sources(file), output)
+    assert contents(tmp_path / "spark") == contents(tmp_path / "duckdb")
+    assert all(manifest["counts"]["splits"]["train"][kind] for kind in ("positive", "neutral", "skipped", "unknown"))
 
 
 @pytest.mark.slow
