@@ -72,7 +72,6 @@ class Recognition:
         preset: name of the well-known log, or "plain".
         findings: its standard columns.
         behaviors: name -> column of each behavior, or flag that is read from its texts.
-        outcome_rows: whether what followed on an exposure has rows of its own (``Preparation.outcome_rows``).
         questions: questions that only the user can answer; each names the option that decides.
         doubts: assumptions that should be checked.
         unused: columns that are not used.
@@ -81,7 +80,6 @@ class Recognition:
     preset: PresetName = "plain"
     findings: tuple[Finding, ...] = ()
     behaviors: Mapping[str, str | FlagColumn] = field(default_factory=dict)
-    outcome_rows: bool = False
     questions: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -93,6 +91,12 @@ class Recognition:
     def texts(self, role: str) -> Texts:
         """The texts that mean true, for a flag that is read from texts, or their grades; else empty."""
         return next((found.texts for found in self.findings if found.role == role), ())
+
+    @property
+    def outcome_rows(self) -> bool:
+        """Whether what followed on an exposure has rows of its own: the label is read from kinds of events."""
+        label = self.column(LogColumns.LABEL) if self.texts(LogColumns.LABEL) else None
+        return label is not None and plain_name(label) in column_facts.EVENT_KINDS
 
     @property
     def columns(self) -> Columns:
@@ -134,7 +138,6 @@ class _Recognizer:
         self.how: dict[str, str] = {}
         self.units: dict[str, str | None] = {}
         self.behaviors: dict[str, str | FlagColumn] = {}
-        self.outcome_rows = False
         self.questions: list[str] = []
         self.doubts: list[str] = []
 
@@ -167,7 +170,7 @@ class _Recognizer:
             Finding(role, name, self.units.get(role), evidence[role], texts.get(role, ())) for role, name in found
         )
         self.doubts += [*self._other_readings(rest), *self._doubts_of(rest), *self._unlabeled(rest)]
-        known = self.preset, tuple(findings), self.behaviors, self.outcome_rows
+        known = self.preset, tuple(findings), self.behaviors
         return Recognition(*known, tuple(self.questions), tuple(self.doubts), tuple(one.name for one in rest))
 
     def _set(self, role: str, column: str, how: str) -> None:
@@ -392,7 +395,6 @@ class _Recognizer:
         self._set(LogColumns.LABEL, name, "by its name, as no other column says how good an event was")
         if values:
             texts[LogColumns.LABEL] = values
-        self.outcome_rows = plain_name(name) in column_facts.EVENT_KINDS
         return [
             f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
             "something else, remove it from prepare.yaml and choose label EveryEvent"

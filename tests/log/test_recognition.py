@@ -232,6 +232,13 @@ def test_without_watch_times_and_ratings_a_behavior_is_the_label(columns, label,
     assert any("remove it from prepare.yaml and choose label EveryEvent" in one for one in found.doubts) == is_read
 
 
+def test_kinds_that_the_user_grades_have_rows_of_their_own_too():
+    kinds = facts(**BASE, action_type=[0, 1, 2, 2] * 10)
+    found = recognize(kinds, Columns(label=FlagColumn("action_type", {1: 0.5, 2: 1.0})))
+    assert (found.questions, found.outcome_rows) == ((), True)
+    assert not recognize(kinds, Columns(label="action_type")).outcome_rows
+
+
 def test_a_flag_with_one_value_and_nulls_is_named():
     found = recognize(facts(**BASE, like=[1, None] * 20))
     assert found.column("label") is None
