@@ -24,6 +24,7 @@ from scipy.special import expit
 
 START_MS: Final = 1_700_000_000_000
 DAY_MS: Final = 86_400_000
+KINDS: Final = dict(enumerate(("view", "cart", "purchase")))
 Array = np.ndarray
 Made = tuple[pd.DataFrame, Array, dict[str, pd.DataFrame]]
 Events = Iterator[tuple[Array, ...]]
@@ -61,8 +62,7 @@ def carts(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) -> 
             viewed, moment = draw.permutation(top(fame + 0.6 * affinity[user], number, draw)), times(number, 30, draw)
             yield steps(viewed, moment, np.sqrt(bought[user, viewed]) > draw.random((2, number)))
 
-    log = frame(events(), "event_type")
-    return log.replace({"event_type": dict(enumerate(("view", "cart", "purchase")))}), bought, {}
+    return frame(events(), "event_type").replace({"event_type": KINDS}), bought, {}
 
 
 def clips(draw: np.random.Generator, users: int = 2_000, items: int = 2_500) -> Made:
@@ -104,8 +104,7 @@ def market(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) ->
             viewed, moment = draw.permutation(top(fame + 0.5 * liked[user], number, draw)), times(number, 30, draw)
             yield steps(viewed, moment, np.stack([put[user, viewed], bought[user, viewed]]) > draw.random((2, number)))
 
-    log = frame(events(), "event_type")
-    return log.replace({"event_type": dict(enumerate(("view", "cart", "purchase")))}), put * bought, {}
+    return frame(events(), "event_type").replace({"event_type": KINDS}), put * bought, {}
 
 
 def news(draw: np.random.Generator, users: int = 3_000, items: int = 1_200) -> Made:

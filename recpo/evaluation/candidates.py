@@ -23,7 +23,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.frames import FrameOrPath, first_values, id_column, optional_times, read_frame, require_columns
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
-from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, Derived, LogColumns
+from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, POSITIONS, Derived, LogColumns
 
 #: Every item is a candidate.
 ALL: Final = "all"
@@ -168,7 +168,7 @@ def available_from(data: Prepared) -> NDArray[np.int64] | None:
 
 def has_positions(data: Prepared) -> bool:
     """The log has positions instead of times, so items have no age."""
-    return bool(data.manifest["config"]["columns"].get("time_unit") in ("order", "none"))
+    return bool(data.manifest["config"]["columns"].get("time_unit") in POSITIONS)
 
 
 def begin_of(data: Prepared, split: HeldOutPeriod) -> int | NDArray[np.int64]:

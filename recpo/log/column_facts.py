@@ -502,7 +502,8 @@ def outcome_grades(texts: Sequence[str]) -> dict[str, float]:
     Grades are by value in simulated shops: of a view, a cart and a purchase 0, 0.5 and 1 give policies that are worth
     more, by the probability of a purchase, than 0, 1 and 1, and as much as 0, 0 and 1 (docs/your_own_log.md).
     """
-    outcomes = [text for text in texts if text not in offers(texts)]
+    offered = offers(texts)
+    outcomes = [text for text in texts if text not in offered]
     bought = [text for text in outcomes if _behavior_of_kind(text) == "purchase"]
     return {text: 0.5 if bought and text not in bought else 1.0 for text in outcomes}
 

@@ -421,7 +421,7 @@ class _Recognizer:
             offered = column_facts.offers(facts.texts) if plain_name(name) in column_facts.EVENT_KINDS else ()
             if offered and len(offered) < len(facts.texts):
                 grades = column_facts.outcome_grades(facts.texts)
-                yield name, grades if set(grades.values()) > {1.0} else tuple(grades), f"events of {_or(offered)}"
+                yield name, grades if min(grades.values()) < 1.0 else tuple(grades), f"events of {_or(offered)}"
 
     def _other_readings(self, rest: Sequence[ColumnFacts]) -> list[str]:
         """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""
@@ -462,10 +462,11 @@ class _Recognizer:
         """What it costs if no column says how good an event was, and the columns that might."""
         if {LogColumns.WATCH_TIME, LogColumns.LABEL, LogColumns.DISLIKE} & self.columns.keys():
             return []
-        for behavior, name in ((behavior, name_of(column)) for behavior, column in self.behaviors.items()):
-            if self.facts[name].distinct == 1 and self.facts[name].nulls:
+        for behavior, column in self.behaviors.items():
+            own = self.facts[name_of(column)]
+            if own.distinct == 1 and own.nulls:
                 return [
-                    f"`{name}` ({self.facts[name].evidence}) has one value, and no column says how good other events "
+                    f"`{own.name}` ({own.evidence}) has one value, and no column says how good other events "
                     f"were: where a missing value means no {behavior}, write 0, and it becomes the label"
                 ]
         numbers = [one for one in rest if one.is_number and one.distinct > 1]

@@ -16,6 +16,8 @@ from recpo.base.errors import Code, RecpoError
 
 TimeUnit = Literal["s", "ms", "us", "ns", "order", "none"]
 DurationUnit = Literal["s", "ms", "us", "min"]
+#: Time units of timestamps that are positions of a user's events, not times.
+POSITIONS: Final = ("order", "none")
 
 _NUMBER: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 
@@ -348,7 +350,7 @@ class Columns:
     @property
     def has_clock(self) -> bool:
         """Whether timestamps are times, not positions."""
-        return self.time_unit not in ("order", "none")
+        return self.time_unit not in POSITIONS
 
     @property
     def required(self) -> tuple[str, ...]:
