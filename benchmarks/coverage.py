@@ -147,7 +147,10 @@ def day(world: World, target: Target, name: str, users: int, generator: np.rando
         logp_target = per_user(np.log(pi), np.float64)
     lists = torch.from_numpy(target.top[user] + 1)
     return Observed(
-        EvaluationBatch(batch, who[:, None][:, :0]), Recommendations(lists, lists.double()), None, logp_target
+        EvaluationBatch(batch, who[:, None][:, :0], who[:, None][:, :0]),
+        Recommendations(lists, lists.double()),
+        None,
+        logp_target,
     )
 
 

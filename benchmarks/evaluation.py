@@ -165,7 +165,7 @@ def random_batches(users: int, items: int) -> Iterator[EvaluationBatch]:
         visible = torch.full_like(held_out, HISTORY)
         slates = Slates(held_out, visible, held_out > 0, label=label, dislike=dislike, positive=positive)
         histories = Histories(seen[:, -HISTORY:].contiguous(), torch.full((rows,), HISTORY))
-        yield EvaluationBatch(FeedbackBatch(histories, slates, torch.arange(begin, begin + rows)), seen)
+        yield EvaluationBatch(FeedbackBatch(histories, slates, torch.arange(begin, begin + rows)), seen, seen)
 
 
 ROWS: dict[str, Callable[[argparse.Namespace], Iterator[dict]]] = {

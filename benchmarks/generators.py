@@ -1,12 +1,13 @@
 """Logs of other makers: their users, tastes and loggers share nothing with the worlds of `recpo simulate`.
 
-`recpo fit` is judged on them as on any log (``decisions.py --logs books carts clips market news shop thumbs``): what it
+`recpo fit` is judged on them as on any log (``decisions.py --logs books carts clips groceries market news shop thumbs``): what it
 reads, what it decides, and what its lists are worth. Each function returns the log as a frame, the true value of every
 item for every user ``[users, items]``, and tables that lie beside the log, by name.
 
 - ``books``: ratings of 1 to 5 stars that people give to what they chose themselves, with a table of genres.
 - ``carts``: views, carts and purchases as rows of a shop.
 - ``clips``: watch times of people with several interests; half of them are shown what suits them.
+- ``groceries``: purchases of things that people buy again, and of new ones.
 - ``market``: the same of a shop where what is put into a cart is liked, and what is bought is also affordable.
 - ``news``: impressions and clicks; articles age, and half of a feed is personal.
 - ``shop``: purchases alone, of which one leads to the next.
@@ -90,6 +91,33 @@ def clips(draw: np.random.Generator, users: int = 2_000, items: int = 2_500) -> 
     return frame(events(), "watch_ms", "duration_ms", "like"), share, {}
 
 
+def groceries(draw: np.random.Generator, users: int = 2_000, items: int = 1_200) -> Made:
+    """Baskets of staples and new things; the true value is how probable an item is in the next basket."""
+    kinds, new = 40, 2.0
+    kind, taste = draw.integers(0, kinds, items), draw.dirichlet(np.full(kinds, 0.3), users)
+    affinity = 0.7 * np.log(taste[:, kind] + 0.005) + draw.normal(0, 1, items)
+    chosen = np.exp(affinity)
+    chosen /= chosen.sum(1, keepdims=True)
+    bought = 1 - np.exp(-new * chosen)
+    rates = []
+    for user, number in enumerate(draw.poisson(12, users).clip(4, items // 4)):
+        staples, rate = top(affinity[user], number, draw), draw.beta(1.5, 3, number)
+        bought[user, staples] = 1 - (1 - bought[user, staples]) * (1 - rate)
+        rates.append((staples, rate))
+
+    def events() -> Events:
+        for user, (staples, rate) in enumerate(rates):
+            baskets, moments = [], []
+            for day in np.sort(draw.choice(84, draw.integers(6, 14), replace=False)):
+                others = draw.choice(items, draw.poisson(new), p=chosen[user])
+                baskets.append(draw.permutation(np.union1d(staples[draw.random(len(staples)) < rate], others)))
+                begin = START_MS + day * DAY_MS + draw.integers(DAY_MS // 2)
+                moments.append(begin + 1_000 * np.arange(len(baskets[-1])))
+            yield np.concatenate(baskets), np.concatenate(moments)
+
+    return frame(events()), bought, {}
+
+
 def market(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) -> Made:
     """Prices and purses differ; the true value is how probable a purchase is."""
     style = draw.normal(size=(30, 6))[draw.integers(0, 30, items)]
@@ -170,7 +198,7 @@ def thumbs(draw: np.random.Generator, users: int = 1_500, items: int = 800) -> M
 
 
 GENERATORS: Final[dict[str, Callable[..., Made]]] = {
-    one.__name__: one for one in (books, carts, clips, market, news, shop, thumbs)
+    one.__name__: one for one in (books, carts, clips, groceries, market, news, shop, thumbs)
 }
 
 

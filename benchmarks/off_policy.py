@@ -63,7 +63,9 @@ def random_log(rows: int, items: int, places: int) -> Iterator[Observed]:
         histories = Histories(shown, torch.full((size,), ROWS_PER_USER))
         batch = FeedbackBatch(histories, slates, torch.arange(begin, begin + size))
         logp = slates.logp_behavior + 0.5 * torch.randn(shown.shape, generator=generator)
-        yield Observed(EvaluationBatch(batch, shown[:, :0]), Recommendations(lists, lists.float()), None, logp)
+        yield Observed(
+            EvaluationBatch(batch, shown[:, :0], shown[:, :0]), Recommendations(lists, lists.float()), None, logp
+        )
 
 
 def random_model(rows: int, items: int) -> AdditiveRewardModel:

@@ -217,7 +217,7 @@ def measured(options: argparse.Namespace, contender: recpo.Run | str, data: Path
                 "baselines": False,
                 "segments": False,
                 "ks": (K,),
-                "exclude_past": past != KEPT,
+                "repeats": past == KEPT,
             }
             recpo.evaluate(data, [contender], out=out, **settings)
         rows = recpo.load(out).to_pandas().set_index("metric")["mean"]

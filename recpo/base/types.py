@@ -304,10 +304,13 @@ class EvaluationBatch(NamedTuple):
 
     Attributes:
         feedback: histories and held-out events; ``visible`` equals the length of the history at every position.
-        exclude: ``[B, M]`` int64, every item of the user's past (not only of the last H events), padded with 0.
+        past: ``[B, M]`` int64, every item of the user's past (not only of the last H events), padded with 0.
+        exclude: ``[B, E]`` int64, the items that must not be listed, padded with 0: retired ones, and those of the
+            past unless lists may repeat them (``Prepared.repeats``).
     """
 
     feedback: FeedbackBatch
+    past: Tensor
     exclude: Tensor
 
     @property

@@ -302,7 +302,8 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
     Users are never split. Every rank yields the same number of batches, because all ranks take part in a lookup in a
     sharded table. A rank with too few batches adds batches of a user who was already counted, without that user's
     held-out events. With ``max_users``, only that many users are used, evenly spaced, because the first users of a log
-    may differ from the others. For every user, the retired items and the items of the user's past are excluded.
+    may differ from the others. With ``repeats``, lists may have items of the user's past; None = as the data say
+    (``Prepared.repeats``).
     """
 
     def __init__(
@@ -314,8 +315,9 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
         rank: Rank,
         max_users: int | None = None,
         reads: Reads = Reads(),  # noqa: B008  immutable
+        repeats: bool | None = None,
     ) -> None:
-        self._reads = reads
+        self._reads, self._repeats = reads, repeats
         self._prepared, self._split, self._history_length = prepared, split, history_length
         self._batch_size, self._rank, self._max_users = batch_size, rank, max_users
 
@@ -326,7 +328,9 @@ class HeldOutBatches(IterableDataset[EvaluationBatch]):
             if shard != loaded:
                 events, loaded = self._prepared.load(self._split, shard, self._reads), shard
             some = users if turn < len(plan) else users[:1]
-            batch = held_out_batch(self._prepared, self._split, shard, events, some, self._history_length)
+            batch = held_out_batch(
+                self._prepared, self._split, shard, events, some, self._history_length, self._repeats
+            )
             yield batch if turn < len(plan) else _without_targets(batch)
 
     @cached_property
@@ -358,9 +362,15 @@ def _cut(users: np.ndarray, targets: np.ndarray, past: np.ndarray, batch_size: i
 
 
 def held_out_batch(
-    prepared: Prepared, split: Period, shard: int, events: Events, users: np.ndarray, history_length: int
+    prepared: Prepared,
+    split: Period,
+    shard: int,
+    events: Events,
+    users: np.ndarray,
+    history_length: int,
+    repeats: bool | None = None,
 ) -> EvaluationBatch:
-    """Some users of a shard of a held-out period; the items of their past and the retired items are excluded.
+    """Some users of a shard of a held-out period. Retired items are excluded, too.
 
     Args:
         prepared: the data.
@@ -369,13 +379,13 @@ def held_out_batch(
         events: its events.
         users: ``[B]`` rows of ``events.offsets``.
         history_length: H.
+        repeats: whether lists may have items of the past; None = as the data say.
     """
     past = prepared.past_items(split, shard, events.user_index[events.offsets[users]])
     batch = evaluation_batch(events, users, history_length, *past)
-    retired = torch.from_numpy(prepared.retired_items)
-    if not len(retired):
-        return batch
-    return batch._replace(exclude=torch.cat([batch.exclude, retired.expand(len(users), -1)], 1))
+    allowed = prepared.repeats if repeats is None else repeats
+    exclude, retired = batch.past[:, :0] if allowed else batch.past, torch.from_numpy(prepared.retired_items)
+    return batch._replace(exclude=torch.cat([exclude, retired.expand(len(users), -1)], 1) if len(retired) else exclude)
 
 
 def evaluation_batch(
@@ -398,9 +408,9 @@ def evaluation_batch(
     index, valid = ranges(boundary, stops)
     slates = logged_slates(events, index, valid, histories.lengths[:, None].numpy())
     place, is_past = ranges(np.cumsum(past_counts) - past_counts, np.cumsum(past_counts))
-    exclude = padded(np.append(past_items, 0)[place], is_past)
+    past = padded(np.append(past_items, 0)[place], is_past)
     user_ids = torch.from_numpy(events.user_index[starts].astype(np.int64))
-    return EvaluationBatch(FeedbackBatch(histories, slates, user_ids, user_ids=user_ids), exclude)
+    return EvaluationBatch(FeedbackBatch(histories, slates, user_ids, user_ids=user_ids), past, past)
 
 
 def _history_ends(events: Events, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -509,11 +519,13 @@ def _without_targets(batch: EvaluationBatch) -> EvaluationBatch:
 
 
 def evaluation_batches(
-    prepared: Place | str,
+    prepared: Prepared | Place | str,
     split: Period,
     history_length: int,
     batch_size: int,
     reads: Reads = Reads(),  # noqa: B008  immutable
+    repeats: bool | None = None,
 ) -> Iterator[EvaluationBatch]:
     """Streams the held-out users of ``split`` with their last ``history_length`` earlier events."""
-    return iter(HeldOutBatches(Prepared.open(prepared), split, history_length, batch_size, Rank(), reads=reads))
+    data, rank = Prepared.open(prepared), Rank()
+    return iter(HeldOutBatches(data, split, history_length, batch_size, rank, reads=reads, repeats=repeats))

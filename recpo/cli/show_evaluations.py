@@ -44,7 +44,7 @@ def show_evaluate(verb: evaluate.Evaluate, evaluation: Evaluation) -> VerbResult
     if document["candidates"] is not None:
         say(f"candidates: {candidates_sentence(document)}")
     removed = counts["positive_events_excluded"]
-    past = f"excluded ({removed:,} positive events of them removed)" if setting["exclude_past"] else "kept"
+    past = "kept" if setting["repeats"] else f"excluded ({removed:,} positive events of them removed)"
     say(
         f"items of a user's past: {past}; positives: label >= {setting['positive_threshold']:g} and not disliked, "
         f"{counts['users_with_positives']:,} users have some; {counts['users_with_dislikes']:,} have dislikes"

@@ -1,7 +1,7 @@
 """Properties of lists beyond accuracy: exposure, novelty, diversity, popularity, and similarity to the history.
 
 Means over a list are over its filled places; an empty list has none of these metrics (nan). The history is what the
-user saw before the period, ``EvaluationBatch.exclude``, even if the recommender reads less of it. The facts about items
+user saw before the period, ``EvaluationBatch.past``, even if the recommender reads less of it. The facts about items
 that the metrics use, ``ItemFacts``, are counts, durations, and tags and vectors from a file; place 0 of every tensor is
 unused.
 
@@ -104,7 +104,7 @@ class BeyondAccuracy(Measure):
       popular as the user's history (Abdollahpouri et al., 2020, use the ratio of means over a group instead); nan
       without a history, or if none of its items has a training event.
     - ``tail_share@k``: share of the list in the tail or unseen in training, see ``popularity_bins``.
-    - ``repeat_rate@k``: share of the list that is in the history; 0 if the past is excluded.
+    - ``repeat_rate@k``: share of the list that is in the history; 0 if lists may not repeat items.
     - ``diversity@k``, with vectors: ``1 -`` mean cosine over the pairs of the list; items without a vector are left
       out; nan for fewer than two (Ziegler et al., 2005).
     - ``tag_diversity@k``, with tags: the same with ``|A & B| / sqrt(|A| |B|)`` of the items' tags A, B as the cosine,
@@ -122,7 +122,7 @@ class BeyondAccuracy(Measure):
 
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """See ``Measure.update``."""
-        item_ids, history = observed.lists.item_ids.cpu(), observed.batch.exclude.cpu()
+        item_ids, history = observed.lists.item_ids.cpu(), observed.batch.past.cpu()
         of_history = self._counts[history].sum(1) / (history > 0).sum(1)
         of_history = of_history.masked_fill(of_history == 0, torch.nan)
         by_name = {

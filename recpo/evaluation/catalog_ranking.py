@@ -77,11 +77,12 @@ class RankingResult:
 class Ranking:
     """How the complete catalog is ranked for held-out users.
 
+    Items of ``EvaluationBatch.exclude`` may not be recommended. Held-out events of these items cannot be ranked, so
+    they are removed from the targets and counted.
+
     Attributes:
         num_items: catalog size.
         ks: list lengths.
-        exclude_past: items of ``EvaluationBatch.exclude`` may not be recommended. Held-out events of these items then
-            cannot be ranked, so they are removed from the targets and counted. False keeps both.
         gain: gain of the graded NDCG, see ``graded_accuracy``.
         user_segments: label every user.
         item_segments: HitRate, Recall and NDCG of each bin's targets.
@@ -94,7 +95,6 @@ class Ranking:
 
     num_items: int
     ks: Sequence[int] = (10, 50)
-    exclude_past: bool = True
     gain: Gain = "linear"
     user_segments: Sequence[UserSegment] = ()
     item_segments: Sequence[ItemSegment] = ()
@@ -155,23 +155,22 @@ class RankingPass:
         with torch.inference_mode():
             recommender, ranking, candidates = self._recommender, self._ranking, self._ranking.candidates
             size = min(max(ranking.ks), ranking.num_items)
-            past = batch.exclude if ranking.exclude_past else None
             absent = None if candidates is None else candidates.unavailable(batch.user_ids)
-            deep = recommender.lists(batch, max(size, min(ranking.depth, ranking.num_items)), past, absent)
+            deep = recommender.lists(batch, max(size, min(ranking.depth, ranking.num_items)), absent)
             lists = Recommendations(*(part[:, :size] for part in deep))
             scored = with_unseen(batch, ranking.num_items, absent)
             logp = recommender.log_prob(scored).sum(-1) if recommender.log_prob else None
             scores = recommender.score(scored) if recommender.score else None
-            _validate_answer(recommender, deep, past, logp, scored.slates.mask)
+            _validate_answer(recommender, deep, batch.exclude, logp, scored.slates.mask)
             if absent is not None and bool(is_member(deep.item_ids, absent).any()):
                 message = f"{recommender.name} returned items that are not candidates; leave them out of its lists"
                 raise RecpoError(message, code="bad_value", field="candidates")
-            targets = self._rankable(held_out_targets(batch), past, absent)
+            targets = self._rankable(held_out_targets(batch), batch.exclude, absent)
             new = None
             if ranking.new_items_among is not None:
                 others = ranking.new_items_among.to(batch.exclude.device).expand(len(batch.exclude), -1)
                 unlisted = others if absent is None else torch.cat([others, absent], 1)
-                new = recommender.lists(batch, size, past, unlisted)
+                new = recommender.lists(batch, size, unlisted)
             logged = batch.feedback.slates.item_ids.shape[1]
             both = scores if logp is None else logp
             unseen = None if both is None else Recommendations(scored.slates.item_ids[:, logged:], both[:, logged:])
@@ -204,10 +203,10 @@ class RankingPass:
             precision=_joined(self._precision),
         )
 
-    def _rankable(self, targets: Targets, past: Tensor | None, absent: Tensor | None) -> Targets:
+    def _rankable(self, targets: Targets, exclude: Tensor, absent: Tensor | None) -> Targets:
         """The targets that a list can contain. Counts removed targets, first those that are not candidates."""
         there = targets if absent is None else targets.without(absent)
-        kept = there if past is None else there.without(past)
+        kept = there.without(exclude)
         for kind, logged, before, after in (
             ("positive", targets.positive, there.positive, kept.positive),
             ("disliked", targets.disliked, there.disliked, kept.disliked),
@@ -255,13 +254,13 @@ def validate_ks(ks: Sequence[int]) -> None:
 
 
 def _validate_answer(
-    recommender: Recommender, lists: Recommendations, past: Tensor | None, logp: Tensor | None, mask: Tensor
+    recommender: Recommender, lists: Recommendations, exclude: Tensor, logp: Tensor | None, mask: Tensor
 ) -> None:
     """Raises ``RecpoError`` if an answer has no meaningful metrics."""
     name, item_ids = recommender.name, lists.item_ids
-    if past is not None and bool(is_member(item_ids, past).any()):
+    if bool(is_member(item_ids, exclude).any()):
         message = f"{name} returned items that it was told to exclude; its metrics would mean nothing"
-        raise RecpoError(message, code="bad_value", field="exclude_past")
+        raise RecpoError(message, code="bad_value", field="exclude")
     if bool((~first_places(item_ids, item_ids > 0) & (item_ids > 0)).any()):
         message = f"{name} returned an item twice in one list; its metrics would mean nothing"
         raise RecpoError(message, code="duplicate", field=name)

@@ -38,10 +38,11 @@ from recpo.ops.ranking import is_member
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions
-from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules
+from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules, personal_popularity
 
 Baseline = Literal[
     "popularity",
+    "personal_popularity",
     "positives",
     "item_rate",
     "recency",
@@ -145,6 +146,8 @@ def baseline(
             return Loaded(Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name), 1)
         if name == "sequential_rules":
             return loaded_model(fit_sequential_rules(data, options.sequential_rules), name)
+        if name == "personal_popularity":
+            return loaded_model(personal_popularity(data), name)
         scores = torch.from_numpy(baselines.item_scores(name, data, options.recency_half_life))
         popularity = baselines.Popularity(scores)
         return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
@@ -159,9 +162,13 @@ def oracle(truth: TrueRewards) -> Contender:
 
 
 def default_baselines(data: Prepared) -> list[Baseline]:
-    """``DEFAULT_BASELINES``, without the factorization if the train or validation period has no graded event."""
+    """``DEFAULT_BASELINES``, without the factorization if the train or validation period has no graded event.
+
+    If lists may repeat items, also personal popularity.
+    """
     graded = _has_grades(data, "train") and _has_grades(data, "valid")
-    return [name for name in DEFAULT_BASELINES if graded or name != "factorization"]
+    found = [name for name in DEFAULT_BASELINES if graded or name != "factorization"]
+    return [*found, "personal_popularity"] if data.repeats else found
 
 
 def _has_grades(data: Prepared, period: Literal["train", "valid"]) -> bool:
@@ -179,7 +186,7 @@ def validate_names(contenders: Sequence[Contender]) -> None:
 
 
 class _Scoring(Protocol):
-    """Implicit ALS, AllRank, EASE and sequential rules."""
+    """Implicit ALS, AllRank, EASE, sequential rules and personal popularity."""
 
     @property
     def max_history(self) -> int: ...

@@ -135,7 +135,7 @@ def metrics_document(
 
     ::
 
-        setting         split, ks, positive_threshold, exclude_past, ... as given
+        setting         split, ks, positive_threshold, repeats, ... as given
         conventions     {topic: how to read the numbers, in words}
         contenders      [{name, kind: ``Kind``,
                           counts: {users, users_with_positives, users_with_dislikes, and for positive and disliked
@@ -158,7 +158,7 @@ def metrics_document(
 
     Args:
         contenders: contenders that were evaluated on the same users.
-        setting: ``exclude_past``, ``positive_threshold`` and all other options that describe the evaluation.
+        setting: ``repeats``, ``positive_threshold`` and all other options that describe the evaluation.
         bootstrap_resamples: number of resamples of users; 0 = no bootstrap intervals.
     """
     first = contenders[0].result
@@ -166,18 +166,18 @@ def metrics_document(
     bins |= {name: list(of) for name, of in first.item_segments.items()}
     return {
         "setting": {**setting, "segments": bins},
-        "conventions": conventions(bool(setting["exclude_past"]), float(setting["positive_threshold"])),
+        "conventions": conventions(bool(setting["repeats"]), float(setting["positive_threshold"])),
         "contenders": [_as_entry(contender, bootstrap_resamples) for contender in contenders],
         "differences": [_paired(later, earlier) for earlier, later in combinations(contenders, 2)],
     }
 
 
-def conventions(exclude_past: bool, positive_threshold: float) -> dict[str, str]:
+def conventions(repeats: bool, positive_threshold: float) -> dict[str, str]:
     """How to read the numbers, for the document and beside the table."""
     past = (
-        "excluded from the lists; held-out events of such items are removed from the targets and counted"
-        if exclude_past
-        else "kept: they may be recommended, and held-out events of such items are targets"
+        "kept: they may be recommended, and held-out events of such items are targets"
+        if repeats
+        else "excluded from the lists; held-out events of such items are removed from the targets and counted"
     )
     return {
         "catalog": "every candidate is ranked, no sampled negatives",

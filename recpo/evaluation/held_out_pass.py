@@ -73,8 +73,9 @@ class RankingOptions(ValueOptions):
 
     ks: Sequence[PositiveInt] = (10, 50)
     """list lengths; the tables show the first"""
-    exclude_past: bool = True
-    """exclude the items of a user's past from the lists, and their held-out events from the targets"""
+    repeats: bool | None = None
+    """whether lists may have items of a user's past. Otherwise their held-out events are no targets. null = as the
+    prepared data say"""
     gain: Gain = "linear"
     """gain of the graded NDCG: the label (linear), or 0, 1, 3, 7 for its quarters (exponential)"""
     segments: bool = True
@@ -106,6 +107,7 @@ def held_out_batches(
     options: PassOptions,
     device: torch.device,
     title: str,
+    repeats: bool | None = None,
 ) -> Iterator[EvaluationBatch]:
     """The held-out users of a period on ``device``, with a progress bar on a terminal.
 
@@ -117,11 +119,12 @@ def held_out_batches(
         options: number of users at once, and whether a bar is shown.
         device: where the batches are needed.
         title: label of the progress bar.
+        repeats: whether lists may have items of the past; None = as the data say.
     """
     users = sum(shard["users"] for shard in data.manifest["shards"][split])
     hidden = None if options.progress else True  # None: hidden if there is no terminal
     with tqdm(total=users, desc=title, unit="user", disable=hidden, leave=False) as bar:
-        for batch in evaluation_batches(data.root, split, max_history, options.batch_size, reads):
+        for batch in evaluation_batches(data, split, max_history, options.batch_size, reads, repeats):
             yield on_device(batch, device)
             bar.update(len(batch.exclude))
 
@@ -158,7 +161,6 @@ class HeldOutPass:
         ranking = Ranking(
             num_items=data.num_items,
             ks=options.ks,
-            exclude_past=options.exclude_past,
             gain=options.gain,
             user_segments=[history_length()] if options.segments else [],
             item_segments=item_segments(facts, item_ages(data, options.split, available)) if options.segments else [],
@@ -167,6 +169,11 @@ class HeldOutPass:
             depth=0 if value is None else value.options.depth or 0,
         )
         return cls(data, options, facts, ranking, fresh, truth, value, device)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether lists may have items of a user's past."""
+        return self.data.repeats if self.options.repeats is None else self.options.repeats
 
     @property
     def warnings(self) -> list[str]:
@@ -194,13 +201,13 @@ class HeldOutPass:
         return Evaluated(contender.name, contender.kind, result, estimated, max_history, own)
 
     def one_list(self, contender: Contender, k: int) -> tuple[int, list[int]]:
-        """The first held-out user and the items of the user's list, without those of the past; internal ids."""
+        """The first held-out user and the items of the user's list; internal ids."""
         recommender, max_history, _, _, reads = contender.load()
         batch = next(self._batches(max_history, contender.name, reads, users=1))
         candidates = self.ranking.candidates
         absent = None if candidates is None else candidates.unavailable(batch.user_ids)
         with torch.inference_mode():
-            items = recommender.lists(batch, k, batch.exclude, absent).item_ids[0]
+            items = recommender.lists(batch, k, absent).item_ids[0]
         return int(batch.user_ids[0]), items[items > 0].tolist()
 
     def _batches(
@@ -212,7 +219,8 @@ class HeldOutPass:
         users = users or max(1, min(self.options.batch_size, _EXCLUDED_AT_ONCE // max(1, width)))
         options = PassOptions(batch_size=users, progress=self.options.progress)
         title = f"evaluate {name}"
-        return held_out_batches(self.data, self.options.split, max_history, reads, options, self.device, title)
+        period, repeats = self.options.split, self.repeats
+        return held_out_batches(self.data, period, max_history, reads, options, self.device, title, repeats)
 
     def document(
         self,
@@ -227,7 +235,7 @@ class HeldOutPass:
             "split": self.options.split,
             "ks": list(self.options.ks),
             "positive_threshold": self.data.feedback.rule.positive_threshold,
-            "exclude_past": self.options.exclude_past,
+            "repeats": self.repeats,
             "gain": self.options.gain,
             "num_items": self.data.num_items,
             "catalog_checksum": self.data.catalog_checksum,

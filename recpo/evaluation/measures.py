@@ -46,25 +46,20 @@ class Recommender:
     score: Callable[[FeedbackBatch], Tensor] | None = None
     recommend_to_batch: Callable[[EvaluationBatch, int, Tensor | None, Tensor], Recommendations] | None = None
 
-    def lists(
-        self, batch: EvaluationBatch, k: int, past: Tensor | None, unavailable: Tensor | None = None
-    ) -> Recommendations:
+    def lists(self, batch: EvaluationBatch, k: int, unavailable: Tensor | None = None) -> Recommendations:
         """The lists of a batch of held-out users.
 
         Args:
             batch: the users.
             k: length of the lists.
-            past: ``[B, M]`` items of the users' past that must not be listed, padded with 0; None = they may be.
             unavailable: ``[B, N]`` items that are not candidates, padded with 0; None = every item is one.
 
         Raises:
             RecpoError: it makes no lists.
         """
-        excluded = [part for part in (past, unavailable) if part is not None]
-        exclude = torch.cat(excluded, 1) if excluded else None
+        exclude = batch.exclude if unavailable is None else torch.cat([batch.exclude, unavailable], 1)
         if self.recommend_to_batch is not None:
-            read = batch.feedback.histories.item_ids if past is None else past
-            return self.recommend_to_batch(batch, k, exclude, read)
+            return self.recommend_to_batch(batch, k, exclude, batch.past)
         if self.recommend is None:
             raise RecpoError(f"{self.name} makes no lists", code="wrong_class", field=self.name)
         return self.recommend(batch.feedback.histories, k, exclude)

@@ -282,8 +282,8 @@ def _removed(counts: dict[str, int]) -> list[str]:
     for key, why in (
         (
             "positive_events_excluded",
-            "repeats of items in the user's history and were removed, so repeated use is not measured. exclude_past "
-            "false keeps them.",
+            "repeats of items in the user's history and were removed, so repeated use is not measured. repeats true "
+            "keeps them.",
         ),
         (
             "positive_events_unavailable",
@@ -311,7 +311,10 @@ def _lists(contender: Document) -> list[str]:
         ),
         (counts["list_rows_repeated"], "rows repeat an item of the same list: its best place counts"),
         (counts["list_rows_against_scores"], "rows have a higher score than the row one rank better: the ranks count"),
-        (counts["list_items_excluded"], "listed items are left out: they are of the user's past (exclude_past)"),
+        (
+            counts["list_items_excluded"],
+            "listed items are left out: they are of the user's past, and lists may not repeat items",
+        ),
         (
             counts["users_without_list"],
             "of {users:,} held-out users have no list: theirs is empty, scores 0 in the accuracy metrics, and is left "

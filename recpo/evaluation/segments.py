@@ -62,11 +62,11 @@ class ItemSegment(NamedTuple):
 
 
 def history_length() -> UserSegment:
-    """Users by the number of distinct items in their past, ``EvaluationBatch.exclude``. The first bin has new users."""
+    """Users by the number of distinct items in their past, ``EvaluationBatch.past``. The first bin has new users."""
 
     def label(batch: EvaluationBatch) -> Tensor:
-        edges = torch.tensor([1, 5, 20, 50], device=batch.exclude.device)
-        return torch.bucketize((batch.exclude > 0).sum(1), edges, right=True)
+        edges = torch.tensor([1, 5, 20, 50], device=batch.past.device)
+        return torch.bucketize((batch.past > 0).sum(1), edges, right=True)
 
     return UserSegment("history length", ("new users", "1-4", "5-19", "20-49", "50 and more"), label)
 

@@ -267,7 +267,7 @@ class Survey:
     def _list(self, one: Surveyed, batch_of: Callable[[int], EvaluationBatch]) -> list[Listed]:
         batch = batch_of(one.loaded.max_history)
         absent = None if self.candidates is None else self.candidates.unavailable(batch.user_ids)
-        lists = one.loaded.recommender.lists(batch, min(self.k, self.data.num_items), batch.exclude, absent)
+        lists = one.loaded.recommender.lists(batch, min(self.k, self.data.num_items), absent)
         grades = deviations = torch.full_like(lists.scores, torch.nan)
         if (model := self.grades) is not None:
             users, covariance = model.fold_in_with_covariance(batch_of(model.max_history).feedback.histories)

@@ -21,7 +21,7 @@ from recpo.log.feature_tables import AVAILABLE, ID, FeatureTable
 from recpo.log.files import Log, open_log
 from recpo.log.locations import Place
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
-from recpo.log.schema import PERIODS, PRESETS, TRAIN, Columns, Derived, Fault, FlagColumn, LogColumns, PresetName
+from recpo.log.schema import PERIODS, PRESETS, TRAIN, VALID, Columns, Derived, Fault, FlagColumn, LogColumns, PresetName
 from recpo.log.shaping import Label, WatchQuantiles, bucket_counts, cutoff_table, definition, quantile_table, watch_ties
 from recpo.log.splits import Split, TemporalSplit
 from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags
@@ -65,6 +65,10 @@ class Preparation:
     outcome_rows: bool = False
     """an exposure and what followed, such as a view and a purchase, have rows of their own: of a user's events with an
     item on one UTC day, only the first one with the highest label stays"""
+    repeats: bool | None = None
+    """whether lists may have items of a user's past, as in music or groceries: training, evaluation and export follow
+    it. null = if all events are positive, and most of those of the validation period are of such items: what people
+    choose again, and not what they are shown again"""
     features: feature_columns.FeatureColumns = feature_columns.FeatureColumns()  # noqa: RUF009  frozen
     """features of items, users and requests, and the columns that they are read from"""
     behaviors: Mapping[str, str | FlagColumn] | None = None
@@ -208,12 +212,16 @@ class PrepareRun:
 
     def _facts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The entries of the manifest about the options, what was fitted, and what was counted."""
+        counts = {**self.counts, "dropped": self.dropped, "splits": writing.totals(shards, self.more.behaviors)}
+        chosen = all(counts["splits"][period]["positive"] == counts["splits"][period]["targets"] for period in PERIODS)
+        of_past = 2 * counts["repeated_positives"] > counts["splits"]["valid"]["positive"]
+        repeats = {"repeats": chosen and of_past if self.choice.repeats is None else self.choice.repeats}
         return {
-            "config": {**self.choice.describe(), "log": sorted(file.shown for file in self.log.files)},
+            "config": {**self.choice.describe(), "log": sorted(file.shown for file in self.log.files), **repeats},
             "columns": {column: self.log.columns.get(column) for column in LogColumns.ALL},
             "label": describe(self.choice.label),
             "feedback": self.feedback.to_json(),
-            "counts": {**self.counts, "dropped": self.dropped, "splits": writing.totals(shards, self.more.behaviors)},
+            "counts": counts,
             "warnings": self._warnings(self.counts["watch_time_ties"], self.feedback),
             "segments": [len(shards["train"])],
         }
@@ -448,7 +456,10 @@ class PrepareRun:
             )
         if period == TRAIN:
             return shards
-        return writing.write_past(self.engine.stream(self._past(period)), shards, self.partial)
+        shards = writing.write_past(self.engine.stream(self._past(period)), shards, self.partial)
+        if period == VALID:
+            self.counts["repeated_positives"] = writing.repeated_positives(shards, self.partial, self.feedback.rule)
+        return shards
 
     def _write_shards(self, period: int, has_context: bool, first: int = 0) -> list[dict[str, Any]]:
         rows = splits.period_rows(self.events, period, self.choice.max_context, has_context)

@@ -112,7 +112,7 @@ class Prepared(Artifact):
     """
 
     kind: ClassVar = "prepared"
-    version: ClassVar = 6
+    version: ClassVar = 7
     made_by: ClassVar = "recpo prepare"
 
     root: Place
@@ -234,6 +234,16 @@ class Prepared(Artifact):
             if RETIRED not in file.schema_arrow.names:
                 return np.zeros(0, np.int64)
             return np.flatnonzero(file.read([RETIRED]).column(0).to_numpy()) + 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether lists may have items of a user's past (``recpo prepare --repeats``)."""
+        return bool(self.manifest["config"]["repeats"])
+
+    @property
+    def repeated_share(self) -> float:
+        """Share of the positive events of the validation period that are of items which the user had before."""
+        return float(self.manifest["counts"]["repeated_positives"] / max(1, self.feedback_counts["valid"]["positive"]))
 
     @property
     def catalog_checksum(self) -> str:

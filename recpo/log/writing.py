@@ -24,7 +24,7 @@ from recpo.artifacts.checksums import MARKER, marker, sha256
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
-from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
+from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition, FeedbackRule
 from recpo.log.engine import Engine, EngineOptions, start_engine
 from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
 from recpo.log.files import find_files
@@ -217,6 +217,25 @@ def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], 
     for number in without:
         write_rows([], PAST_SCHEMA, root / files[number])
     return [{**shard, "past": file} for shard, file in zip(shards, files, strict=True)]
+
+
+def repeated_positives(shards: Sequence[Mapping[str, Any]], root: Path, rule: FeedbackRule) -> int:
+    """Number of positive events of a held-out period whose items the users had before it; one shard in memory at once.
+
+    Args:
+        shards: the result of ``write_past``.
+        root: the directory that the file names are relative to.
+        rule: says which events are positive.
+    """
+    names, found = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.LABEL, LogColumns.DISLIKE, Derived.IS_TARGET), 0
+    for shard in shards:
+        table, before = pq.read_table(root / shard["file"], columns=list(names)), pq.read_table(root / shard["past"])
+        user, item, label, dislike, is_target = (table[name].to_numpy() for name in names)
+        positive = rule.positive(label, dislike) & is_target
+        pairs = (user.astype(np.int64) << 32 | item)[positive]
+        past = [before[name].to_numpy().astype(np.int64) for name in (Derived.USER_INDEX, Derived.ITEM_INDEX)]
+        found += int(np.isin(pairs, past[0] << 32 | past[1]).sum())
+    return found
 
 
 def _write_shard(block: pa.Table, file: Path, encoding: Encoding) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def unseen_items(batch: EvaluationBatch, num_items: int, unavailable: Tensor | N
     """
     place = torch.arange(UNSEEN_DRAWS, device=batch.user_ids.device)
     drawn = _mixed_bits(batch.user_ids[:, None] * UNSEEN_DRAWS + place) % num_items + 1
-    seen = [batch.exclude, batch.feedback.slates.item_ids, batch.feedback.histories.item_ids]
+    seen = [batch.past, batch.exclude, batch.feedback.slates.item_ids, batch.feedback.histories.item_ids]
     seen += [] if unavailable is None else [unavailable]
     kept = first_places(drawn, ~is_member(drawn, torch.cat([part.long() for part in seen], 1)))
     return drawn.masked_fill(~kept, 0)
@@ -162,7 +162,7 @@ def unseen_auc(scores: Tensor, of_unseen: Tensor, targets: Targets, unseen: Tens
 
 
 def mixed_auc(batch: EvaluationBatch, num_items: int, score: Callable[[Tensor], Tensor]) -> Tensor:
-    """``AUC_mixed`` ``[B]`` of a batch of held-out users, without items of their past.
+    """``AUC_mixed`` ``[B]`` of a batch of held-out users, without items that must not be listed.
 
     Args:
         batch: the users.

@@ -1,8 +1,8 @@
 """Baselines as policies: a softmax over the scores that a model without training steps gives to every item.
 
 A baseline that no trained policy beats is what a team should serve (``recpo fit``). As a policy it is exported,
-verified and served like any other: popularity, a factorization of grades, implicit ALS, AllRank, EASE and sequential
-rules.
+verified and served like any other: popularity, personal popularity, a factorization of grades, implicit ALS,
+AllRank, EASE and sequential rules.
 """
 
 from abc import abstractmethod
@@ -277,6 +277,43 @@ class SequentialRulesPolicy(BaselinePolicy):
         followers = self.followers[ids].long().flatten(1)
         none = torch.zeros_like(self.weights[:1, :1]).expand(ids.shape[0], self.num_items + 1)
         return none.scatter_add(1, followers, weights.flatten(1))[:, 1:] + self.popularity
+
+
+class PersonalPopularityPolicy(BaselinePolicy):
+    """How often the user chose an item, newer choices counting more: "top personal", or "personal top frequency".
+
+    ``score(h, i) = log(1 + sum over positives of i in h of decay^age)``; the most recent positive of h has age 0.
+    Items that are not in the history follow in the order of ``popularity``, which is below every chosen item. Where
+    people choose the same items again, few models list better (Li et al., "A Next Basket Recommendation Reality
+    Check", TOIS 2023).
+
+    Args:
+        num_items: catalog size V.
+        decay: weight of a positive relative to the next one.
+        max_history: number of most recent events that are read.
+        temperature: see ``BaselinePolicy``.
+
+    Attributes:
+        popularity: ``[V]``.
+    """
+
+    popularity: Tensor
+
+    def __init__(
+        self, num_items: int, *, decay: float = 0.98, max_history: int = 200, temperature: float = 0.2
+    ) -> None:
+        super().__init__(num_items, max_history=max_history, temperature=temperature)
+        self.decay = decay
+        self.register_buffer("popularity", torch.zeros(num_items))
+
+    def scores(self, histories: Histories) -> Tensor:
+        """See ``BaselinePolicy.scores``."""
+        feedback, recent = grade_factors.recent_feedback(histories, self.max_history)
+        positive = (recent & (feedback >= LEAST_POSITIVE_LEVEL)).long()
+        age = positive.sum(1, keepdim=True) - positive.cumsum(1)
+        none = torch.zeros_like(self.popularity[:1]).expand(positive.shape[0], self.num_items + 1)
+        chosen = none.scatter_add(1, histories.item_ids * positive, self.decay ** age.float() * positive)
+        return chosen[:, 1:].log1p() + self.popularity
 
 
 def graded_events(histories: Histories, max_history: int) -> tuple[Tensor, Tensor]:

@@ -134,7 +134,7 @@ def _of_all(parts: Sequence[Tensor], count: int) -> Tensor:
 
 
 def _ndcg(model: ImplicitALS | EASE, batch: EvaluationBatch, k: int) -> Tensor:
-    """NDCG@k ``[B]`` on the positives of the period that are not of the past; nan for a user without one."""
+    """NDCG@k ``[B]`` on the positives of the period that may be listed; nan for a user without one."""
     slates = batch.feedback.slates
     assert slates.positive is not None
     new = slates.mask & slates.positive & ~is_member(slates.item_ids, batch.exclude)

@@ -19,9 +19,9 @@ from scipy.sparse import csr_array
 
 from recpo.base.errors import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
 from recpo.log.prepared import Prepared
-from recpo.policies.baseline import SequentialRulesPolicy
+from recpo.policies.baseline import PersonalPopularityPolicy, SequentialRulesPolicy
 
-_LOWEST: Final = 1e-6  # scores by popularity are below this, and below every rule
+_LOWEST: Final = 1e-6  # scores by popularity are below this, and below every rule and every chosen item
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,19 @@ def fit_sequential_rules(
     column = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     policy.followers[row, column] = torch.from_numpy(followers).int()
     policy.weights[row, column] = torch.from_numpy(weights).float()
-    policy.popularity.copy_(torch.from_numpy(_LOWEST * counts / max(1.0, counts.max(initial=0.0))))
+    policy.popularity.copy_(_popularity(counts))
     return policy.eval()
+
+
+def personal_popularity(data: Prepared) -> PersonalPopularityPolicy:
+    """What the user chose most often, and then what all users chose in the training period."""
+    policy = PersonalPopularityPolicy(data.num_items)
+    policy.popularity.copy_(_popularity(data.item_counts("train_positives")))
+    return policy.eval()
+
+
+def _popularity(counts: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(_LOWEST * counts / max(1.0, counts.max(initial=0.0)))
 
 
 def _positives(data: Prepared) -> Iterator[dict[str, np.ndarray]]:

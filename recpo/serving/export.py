@@ -70,9 +70,9 @@ class BundleOptions:
     index: IndexOptions | None = None
     """an approximate index (faiss) instead of a search of the full catalog: recall, lists, oversampling. Scores are
     then log-probabilities plus a constant per user. null = the full catalog is scored"""
-    repeats: bool = False
+    repeats: bool | None = None
     """items of the history may be listed again, as in music or groceries; only items that a request excludes are not
-    listed"""
+    listed. null = as the prepared data say (``recpo prepare --repeats``)"""
     attributes: FrameOrPath | None = None
     """frame or Parquet file with ``item_id`` and attributes of the items (integers, strings, booleans, or lists of
     them) that requests can filter by (``allow``, ``deny``)"""
@@ -89,6 +89,7 @@ class PolicyFacts:
         options: constructor options of the policy, with which the torch engine rebuilds it; None = the bundle has only
             the ONNX program. Ignored for policies that are not recpo's own.
         origin: where the policy comes from, for the manifest (``BundleManifest.origin``).
+        repeats: whether lists may have items of the history, unless ``BundleOptions.repeats`` says so.
         card: the facts about the run for the model card (``recpo.serving.export``).
     """
 
@@ -97,6 +98,7 @@ class PolicyFacts:
     options: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
     card: Mapping[str, Any] = field(default_factory=dict)
+    repeats: bool = False
 
 
 def export_bundle(
@@ -157,7 +159,7 @@ def export_bundle(
         item_precision=options.item_precision,
         features=features.schema,
         behaviors=features.behaviors,
-        repeats=options.repeats,
+        repeats=facts.repeats if options.repeats is None else options.repeats,
     )
 
     if options.index is not None and options.item_precision != "float32":
@@ -361,6 +363,7 @@ def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, A
         run.configuration["policy"].get("init_args", {}),
         origin,
         card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
+        bool(data.get("repeats")),
     )
 
 

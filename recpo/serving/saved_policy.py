@@ -33,7 +33,14 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.log.id_map import IdMap
-from recpo.policies.baseline import EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy, SequentialRulesPolicy
+from recpo.policies.baseline import (
+    EasePolicy,
+    FactorPolicy,
+    ImplicitPolicy,
+    PersonalPopularityPolicy,
+    PopularityPolicy,
+    SequentialRulesPolicy,
+)
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
@@ -60,7 +67,8 @@ def _name_of(own: type) -> str:
     return f"{own.__module__}.{own.__qualname__}"
 
 
-_BASELINES = (PopularityPolicy, FactorPolicy, ImplicitPolicy, EasePolicy, SequentialRulesPolicy)
+_COUNTED = (SequentialRulesPolicy, PersonalPopularityPolicy)
+_BASELINES = (PopularityPolicy, FactorPolicy, ImplicitPolicy, EasePolicy, *_COUNTED)
 _BASES = (CatalogSoftmaxPolicy, SemanticIdPolicy, *_BASELINES)
 _OWN: dict[str, type[Policy | Block]] = {_name_of(own): own for own in (*_BASES, *_TILTED, SASRecBlock, HSTUBlock)}
 #: the options that are entries themselves, and the classes that they may name
@@ -288,7 +296,7 @@ def grown_policy(root: Path, manifest: BundleManifest, fitted: FittedFeatures, f
     for name, part in policy.named_modules():
         if isinstance(part, GradeFactors):
             vectors |= _of_factors(f"{name}.", part, weights, features)
-        if isinstance(part, SequentialRulesPolicy):  # no rule leads to a new item or from it
+        if isinstance(part, _COUNTED):  # no rule leads to a new item or from it, and nobody chose it
             vectors |= {
                 f"{name}.{one}": value.new_zeros(added, *value.shape[1:]) for one, value in part.named_buffers()
             }

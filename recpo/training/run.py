@@ -296,6 +296,7 @@ def data_facts(data: Prepared) -> dict[str, Any]:
         "time_unit": data.manifest["config"]["columns"]["time_unit"],
         "user_ids": data.user_id_type,
         "item_column": data.item_column,
+        "repeats": data.repeats,
     }
 
 

@@ -44,10 +44,10 @@ def tail_items(item_counts: Tensor) -> Tensor:
 class ValidationMetrics:
     """Means over users of NDCG@k and HitRate@k on positives, and of the disliked share of the lists.
 
-    Items of the user's past are left out of the lists and of the targets. Users without a positive target are left out
-    of the first two means, and users without a held-out dislike out of the third. ``coverage@k`` is the share of the
-    catalog on at least one list. With ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of the
-    positives outside and inside the tail of the catalog (``tail_items``).
+    Items that must not be listed (``EvaluationBatch.exclude``) are no targets. Users without a positive target are left
+    out of the first two means, and users without a held-out dislike out of the third. ``coverage@k`` is the share of
+    the catalog on at least one list. With ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of
+    the positives outside and inside the tail of the catalog (``tail_items``).
 
     Metrics of the held-out exposures, which do not depend on the lists: ``of_exposures`` (``exposure_sums``). With
     ``reward``, ``reward@k`` is its mean over the lists of all users with held-out events. Each of these

@@ -189,7 +189,7 @@ class _ServedBundle:
 
     def _recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _past: Tensor) -> Recommendations:
         """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""
-        assert exclude is not None  # the evaluation uses exclude_past
+        assert exclude is not None
         asked, reader = batch.user_ids.numpy(), self._bundle.reader
         row, column = np.nonzero(exclude.numpy())
         past = pa.table({USER_ID: asked[row], ITEM_ID: self._known.to_external(exclude.numpy()[row, column])})

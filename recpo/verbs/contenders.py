@@ -44,7 +44,7 @@ from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, Im
 from recpo.policies.tilted import OnBase
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EASE, ImplicitALS
-from recpo.rewards.sequential_rules import fit_sequential_rules
+from recpo.rewards.sequential_rules import fit_sequential_rules, personal_popularity
 from recpo.serving.bundle import Bundle, bundle_item_vectors
 from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.manifest import ProgramReads
@@ -220,15 +220,7 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
     reads = bundle.manifest.reads.batches
 
     def recommend(histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
-        if exclude is None and bundle.manifest.repeats:
-            exclude = histories.item_ids.new_zeros(len(histories.item_ids), 1)
-        if exclude is None:
-            raise RecpoError(
-                f"{name}: this bundle never lists items of the history; evaluate its run with exclude_past false, or "
-                "export with repeats",
-                code="conflicting_options",
-                field="exclude_past",
-            )
+        assert exclude is not None  # an evaluation always says what must not be listed
         inputs = _encoded(histories, exclude, length, reads)
         lists = (torch.from_numpy(one.copy()) for one in bundle.runtime.recommend(inputs, k))
         return Recommendations(*(one.to(histories.item_ids.device) for one in lists))
@@ -435,6 +427,8 @@ def _of_name(name: Baseline, data: Prepared, cache: BaselineCache, options: Base
         rules = fit_sequential_rules(data, options.sequential_rules)
         made = {one: getattr(rules, one) for one in ("neighbors", "decay", "max_history")}
         return ServedBaseline(name, rules, made)
+    if name == "personal_popularity":
+        return ServedBaseline(name, personal_popularity(data), {})
     if name not in FITTED:
         popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
         popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())

@@ -47,7 +47,7 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
             exists.
     """
 
-    first_day: ClassVar = ("prepared", "contenders", "out", "baselines", "ks", "truth", "exclude_past")
+    first_day: ClassVar = ("prepared", "contenders", "out", "baselines", "ks", "truth", "repeats")
 
     prepared: Prepared | str | Path | None = None
     """prepared data, or its directory; null = a served ``log`` by variant"""
@@ -55,12 +55,12 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
     """what to compare, on the same items: runs, bundles and factors (or their directories), lists of another system
     (NAME=FILE), and names of baselines. Lists are a Parquet file, a directory of such files, or a CSV file, with the
     columns user_id, item_id and rank (1 = best) or score (higher = better), in the ids of the log. Baselines:
-    popularity (training events), positives (training positives), item_rate (share of positives), recency (training
-    events, newer ones counting more), sequential_rules (what followed the positives of the history elsewhere),
-    factorization (matrix factorization of graded feedback), implicit_als (alternating least squares on positives),
-    allrank (alternating least squares on the grades of what was shown, and zeros elsewhere), ease (linear model of
-    items by items, for catalogs up to 15,000 items), random. A bundle ranks, but gives no probabilities of logged
-    items. The logging policy is added if its value is known"""
+    popularity (training events), personal_popularity (what the user chose most often), positives (training positives),
+    item_rate (share of positives), recency (training events, newer ones counting more), sequential_rules (what followed
+    the positives of the history elsewhere), factorization (matrix factorization of graded feedback), implicit_als
+    (alternating least squares on positives), allrank (alternating least squares on the grades of what was shown, and
+    zeros elsewhere), ease (linear model of items by items, for catalogs up to 15,000 items), random.
+    A bundle ranks, but gives no probabilities of logged items. The logging policy is added if its value is known"""
     _: KW_ONLY
     log: Path | str | None = None
     """instead of ``prepared``: directory of a log of ``recpo serve --variant``, whose users saw the variants
@@ -73,8 +73,8 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
     out: Path | str | None = None
     """output directory; null = keep the evaluation in memory only"""
     baselines: bool = True
-    """add popularity, recency, sequential_rules, random, and factorization if the log has grades, unless ``contenders``
-    names a baseline"""
+    """add popularity, recency, sequential_rules, random, factorization if the log has grades, and personal_popularity
+    if lists may repeat items, unless ``contenders`` names a baseline"""
     baseline_options: BaselineOptions = BaselineOptions()  # noqa: RUF009  frozen
     """options of the baselines"""
     baseline_cache: Path | str | None = None

@@ -51,8 +51,8 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
 
     run: Run | Factors | Path | str | None = None
     """run directory written by ``recpo train`` or ``recpo tilt``. With ``prepared`` also factors written by ``recpo
-    factorize``, or the name of a baseline of ``recpo evaluate``: popularity, positives, item_rate, recency,
-    factorization, implicit_als, allrank or ease"""
+    factorize``, or the name of a baseline of ``recpo evaluate``: popularity, personal_popularity, positives,
+    item_rate, recency, sequential_rules, factorization, implicit_als, allrank or ease"""
     _: KW_ONLY
     prepared: Prepared | Path | str | None = None
     """prepared data, for a baseline or factors"""
@@ -146,7 +146,7 @@ def _facts_of_baseline(served: ServedBaseline, data: Prepared, measured: dict[st
         data.fitted_features("user") if served.policy.reads_user else None,
     )
     card = {} if measured is None else {"evaluation": measured}
-    return PolicyFacts(data.feedback, features, served.options, origin, card)
+    return PolicyFacts(data.feedback, features, served.options, origin, card, data.repeats)
 
 
 def _encoded_items(table: Path) -> EncodedItems | None:

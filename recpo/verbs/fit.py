@@ -49,6 +49,7 @@ _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
 _MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
+_REPEATED: Final = 0.1  # share of positives of the past, from which on it is said what lists do
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
 
@@ -144,6 +145,9 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     """known column names and units; recpo does not guess these"""
     csv: CsvFormat = CsvFormat()  # noqa: RUF009  frozen
     """delimiter and column names of text files, if known"""
+    repeats: bool | None = None
+    """whether lists may have items of a user's past, as in music or groceries; null = if all events are
+    positive, and most of those of the validation period are of such items"""
     truth: Path | str | None = None
     """directory written by ``recpo simulate``: the report then also shows true values. They never decide"""
     resume: bool = False
@@ -215,6 +219,13 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         if isinstance(given, str | Path) and kind_of(given) in ("prepared", "simulation"):
             given = cast(Prepared | Simulation, load(given))
         if isinstance(given, Prepared):
+            if self.repeats not in (None, given.repeats):
+                raise RecpoError(
+                    f"repeats: {given.root} was prepared with repeats {str(given.repeats).lower()}: leave the option "
+                    "out, or prepare the log again with it",
+                    code="conflicting_options",
+                    field="repeats",
+                )
             road.data = given
             return [f"prepared data in {given.root}"], truth, None
         if isinstance(given, Simulation):
@@ -228,15 +239,15 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             log = [str(self._kept_frame(road.root, given))]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
-        options = {"progress": self.progress, **preparation_of(found), **tables}
+        options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found), **tables}
         verb = Prepare(out=road.root / fit_road.FINAL / fit_road.PREPARED, **options)
         split = deciding_split(options["split"], found.counts)
         road.data = self._prepared(road, replace(verb, out=road.root / fit_road.PREPARED, split=split))
-        understood = _understood(found)
+        understood = [*_understood(found), *_repeated(road.data)]
         if split == verb.split:
             return understood, truth, None
         understood.append(f"small log: decided by {_changed(verb.split, split)}; what ships is made again without that")
-        return understood, truth, verb
+        return understood, truth, replace(verb, repeats=road.data.repeats)
 
     @staticmethod
     def _prepared(road: Road, verb: Prepare) -> Prepared:
@@ -385,6 +396,17 @@ def _understood(found: Inspection) -> list[str]:
     for side, file in found.tables.items():
         said.append(f"the table of {side}s {file}: its columns are features of the {side}s")
     return [*said, *found.doubts]
+
+
+def _repeated(data: Prepared) -> list[str]:
+    """How much of what people choose they had before, and what follows for the lists; nothing if it is little."""
+    if data.repeated_share < _REPEATED and not data.repeats:
+        return []
+    follows = "may repeat items" if data.repeats else "do not repeat items (repeats true: they may)"
+    return [
+        f"{data.repeated_share:.0%} of the positives of validation are of items that the user had before: "
+        f"lists {follows}"
+    ]
 
 
 def _changed(one: Any, other: Any) -> str:

@@ -58,6 +58,8 @@ RUNS: Final = "runs"
 FINAL: Final = "final"
 #: The baseline that tilts policies where there are no grades.
 RULES: Final = "sequential_rules"
+#: The same where lists may repeat items.
+PERSONAL: Final = "personal_popularity"
 #: A factor model that is named, like a baseline, and needs no directory.
 ALLRANK: Final[Baseline] = "allrank"
 #: In front of the name of what is tilted.
@@ -217,6 +219,7 @@ class Road:
     def baselines(self) -> list[Baseline]:
         """The baselines that a team would use and a bundle can serve."""
         found: list[Baseline] = ["popularity", "item_rate", RULES, "implicit_als"]
+        found += [PERSONAL] if self.data.repeats else []
         ease, items = EaseOptions(), self.data.num_items
         seconds = ease.operations(items) / _EASE_RATE
         fits = items <= ease.max_items and 2 * ease.memory(items) <= _memory()  # one half is for the rest
@@ -311,7 +314,7 @@ class Road:
         how["temperature"] = "auto" if temperature is None else temperature
         if self.by_grades:
             how["lower_bound"] = _LOWER_BOUND
-        by = self.root / fit_recipes.FACTORS if self.by_grades else RULES
+        by = self.root / fit_recipes.FACTORS if self.by_grades else PERSONAL if self.data.repeats else RULES
         self.step(Tilt(self.path_of(base), by, self.data, out=out, **how), out / Run.FINISHED)
 
     def again(self, data: Prepared) -> "Road":

@@ -288,7 +288,8 @@ def _prepared(out: Path, days: Sequence[Simulation], last_day: int, options: Rou
     logs: Any = [day.log for day in days]
     if not options.log_propensities:
         logs = pa.concat_tables([pq.read_table(log) for log in logs]).drop_columns([*_NOT_LOGGED])
-    return prepare(logs, out, split=split, progress=options.progress)
+    repeats = options.repeat_after is not None
+    return prepare(logs, out, split=split, repeats=repeats, progress=options.progress)
 
 
 def _bundle(out: Path, run: Run, truth: Truth, options: RoundOptions) -> Bundle:
@@ -310,7 +311,7 @@ def _evaluation(out: Path, bundle: Bundle, data: Prepared, world: Simulation, op
         [as_served(bundle, data, options.exploration, size, ks)],
         out=out,
         ks=ks,
-        exclude_past=options.repeat_after is None,
+        repeats=options.repeat_after is not None,
         reward=_LOGGED,
         truth=world.root,
         baselines=False,

@@ -247,7 +247,7 @@ def run_on(road, out, *options):
 
 def test_kept_past_items_are_reported_and_change_the_targets(road, tmp_path, capsys):
     out = tmp_path / "evaluation"
-    assert run_on(road, out, "--exclude_past", "false", "--contenders", "[popularity]", "--segments", "false") == 0
+    assert run_on(road, out, "--repeats", "true", "--contenders", "[popularity]", "--segments", "false") == 0
     assert "past: kept" in capsys.readouterr().out
     contender = document_in(out)["contenders"][0]
     assert contender["counts"]["positive_events"] > 0

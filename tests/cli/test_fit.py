@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -194,14 +195,35 @@ def test_one_plan_and_one_seed_give_one_decision_also_after_a_stop(demo, tmp_pat
 def test_a_frame_of_positives_alone_is_fitted_too(demo, tmp_path, pretrained_alone):
     log = ds.dataset(demo.log / "log").to_table().to_pandas()[["user_id", "item_id", "timestamp"]]
     log = log[log["user_id"].isin(log["user_id"].unique()[::2])]
-    decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
+    decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES, repeats=False)
     assert decision.facts["criterion"]["metric"] == "NDCG@10"
+    assert any("do not repeat items" in said for said in decision.facts["understood"])
     assert {"popularity", "implicit_als", "sequential_rules", "pretrain"} <= set(decision.to_pandas()["name"])
     assert any(f"--run {tmp_path}/fit/runs/pretrain --factors sequential_rules" in one for one in decision.commands)
     assert not (tmp_path / "fit" / "factors").exists()
     assert decision.facts["oracle"] is None
     assert decision.facts["propensity"] is None
     assert decision.to_pandas()["reward"].isna().all()
+
+
+@pytest.mark.slow
+def test_what_people_choose_again_is_listed_again(tmp_path, pretrained_alone):
+    draw, rows = np.random.default_rng(0), []
+    for user in range(80):
+        favorites = draw.choice(60, 4, replace=False)
+        for day in range(16):
+            item = draw.choice(favorites) if draw.random() < 0.9 else draw.integers(60)
+            rows.append((user, int(item), 1_700_000_000_000 + day * 86_400_000 + user))
+    log = pd.DataFrame(rows, columns=["user_id", "item_id", "timestamp"])
+    decision = recpo.fit(log, tmp_path / "fit", minutes=MINUTES)
+    assert any("lists may repeat items" in said for said in decision.facts["understood"])
+    ndcg = decision.to_pandas().set_index("name")["value"]
+    assert ndcg["personal_popularity"] > ndcg["implicit_als"] > ndcg["popularity"]
+    assert not any("sequential_rules --prepared" in one for one in decision.commands if one.startswith("recpo tilt"))
+    assert decision.bundle.manifest.repeats
+    assert decision.bundle.recommend(log[log.user_id == 5], k=4).item_id.isin(log[log.user_id == 5].item_id).all()
+    with refused("conflicting_options", "repeats"):
+        recpo.fit(recpo.load(tmp_path / "fit" / "prepared"), tmp_path / "again", minutes=MINUTES, repeats=False)
 
 
 @pytest.mark.slow

@@ -243,5 +243,7 @@ def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsy
     evaluate += [str(rounded), "--overwrite", "true"]
     assert main([*evaluate, "--ks", "[7]"]) == 1
     assert "serves lists of up to 5, and ks asks for 7" in capsys.readouterr().err
-    assert main([*evaluate, "--ks", "[5]", "--exclude_past", "false"]) == 1
-    assert "never lists items of the history" in capsys.readouterr().err
+    # a bundle without repeats does not list the history, whatever it may
+    assert main([*evaluate, "--contenders", str(run), "--ks", "[5]", "--repeats", "true"]) == 0
+    served = recpo.load(tmp_path / "evaluation").to_pandas().set_index(["contender", "metric"])["mean"]
+    assert served[rounded.name, "repeat_rate@5"] < served[run.name, "repeat_rate@5"]

@@ -184,7 +184,7 @@ WRONG = {
     "evaluate --ks [10,99999999999999999999]": "--ks: 99999999999999999999 is too large",
     "prepare --max_watch_time null": "--max_watch_time: null is no value",
     "prepare --columns null": "--columns: null is no value",
-    "evaluate --exclude_past null": "--exclude_past: null is no value",
+    "evaluate --baselines null": "--baselines: null is no value",
     "train --rollout [1]": "--rollout: a list is no mapping",
     "train --reward {class_path:_WeightedSum,rewards:[{class_path:_FactorRewrd}]}": "did you mean FactorReward?",
     "simulate --user 3": "did you mean --users?",

@@ -39,7 +39,9 @@ def tags_of(sets, num_tags=5):
 def observed(lists, seen):
     lists, seen = torch.tensor(lists), torch.tensor(seen)
     slates = Slates(lists, lists, lists > 0)
-    batch = EvaluationBatch(FeedbackBatch(Histories(seen, (seen > 0).sum(1)), slates, torch.arange(len(seen))), seen)
+    batch = EvaluationBatch(
+        FeedbackBatch(Histories(seen, (seen > 0).sum(1)), slates, torch.arange(len(seen))), seen, seen
+    )
     none = torch.zeros_like(lists, dtype=torch.bool)
     return Observed(batch, Recommendations(lists, torch.zeros(lists.shape)), Targets(lists, none, none, none), None)
 

@@ -122,7 +122,8 @@ def test_draws_of_what_does_not_exist_earn_nothing():
     measure = OffPolicyMeasure(setting, contender.sample)
 
     def recommend(histories, k, exclude):
-        scores = contender.logp[histories.item_ids[:, 0] - 1].scatter(1, exclude - 1, -math.inf)
+        known = torch.nn.functional.pad(contender.logp[histories.item_ids[:, 0] - 1], (1, 0))
+        scores = known.scatter(1, exclude, -math.inf)[:, 1:]
         top = scores.topk(k)
         return Recommendations(top.indices + 1, top.values)
 
@@ -130,7 +131,7 @@ def test_draws_of_what_does_not_exist_earn_nothing():
     evaluate_ranking(
         Recommender(recommend, contender.log_prob),
         batches,
-        Ranking(num_items=ITEMS, ks=[PLACES], exclude_past=False, candidates=candidates),
+        Ranking(num_items=ITEMS, ks=[PLACES], candidates=candidates),
         measures=[measure],
     )
     found = measure.result()

@@ -22,6 +22,10 @@ from tests.reference import ranking_loops
 from tests.refusals import refused
 
 
+def allowing_repeats(batch):
+    return batch._replace(exclude=batch.past[:, :0])
+
+
 def batch_of(items, quantiles, dislikes=None, seen=None, context_ids=None):
     items = torch.tensor(items)
     label = torch.tensor(quantiles, dtype=torch.float32)
@@ -31,7 +35,7 @@ def batch_of(items, quantiles, dislikes=None, seen=None, context_ids=None):
     seen = torch.zeros(len(items), 1, dtype=torch.long) if seen is None else torch.tensor(seen)
     histories = Histories(seen, (seen > 0).sum(1))
     rows = torch.arange(len(items)) if context_ids is None else torch.tensor(context_ids)
-    return EvaluationBatch(FeedbackBatch(histories, slates, rows), seen)
+    return EvaluationBatch(FeedbackBatch(histories, slates, rows), seen, seen)
 
 
 def always(*lists):
@@ -79,8 +83,8 @@ def test_hand_worked_evaluation():
     assert result.counts["users_with_positives"] == 1
 
 
-@pytest.mark.parametrize("exclude_past", [True, False])
-def test_streamed_evaluation_agrees_with_loops(exclude_past):
+@pytest.mark.parametrize("repeats", [False, True])
+def test_streamed_evaluation_agrees_with_loops(repeats):
     recommender = UniformlyRandom(50, seed=3)
     shown = []
 
@@ -89,15 +93,14 @@ def test_streamed_evaluation_agrees_with_loops(exclude_past):
         shown.extend(answer.item_ids.tolist())
         return answer
 
-    result = evaluate_ranking(
-        Recommender(recommend), random_batches(), Ranking(num_items=50, ks=(5, 20), exclude_past=exclude_past)
-    )
+    batches = (allowing_repeats(batch) if repeats else batch for batch in random_batches())
+    result = evaluate_ranking(Recommender(recommend), batches, Ranking(num_items=50, ks=(5, 20)))
     rows = [row for batch in random_batches() for row in zip(*map(Tensor.tolist, columns_of(batch)), strict=True)]
     for k in (5, 20):
         for user, (items, quantiles, dislikes, seen) in enumerate(rows):
             disliked = {i for i, d in zip(items, dislikes, strict=True) if d and i}
             liked = {i for i, q in zip(items, quantiles, strict=True) if q >= 0.75 and i} - disliked
-            removed = set(seen) if exclude_past else set()
+            removed = set() if repeats else set(seen)
             for name, value in ranking_loops.metrics(shown[user], liked - removed, k).items():
                 got = result.per_user[f"{name}@{k}"][user].item()
                 assert got == pytest.approx(value, rel=1e-5, nan_ok=True)
@@ -110,14 +113,14 @@ def test_seen_targets_are_removed_and_counted_only_when_seen_items_are_excluded(
     without = evaluate_ranking(always([1, 3]), [batch], Ranking(num_items=9, ks=(2,)))
     assert without.estimate("Recall@2").mean == 1
     assert without.counts["positive_events_excluded"] == 1
-    kept = evaluate_ranking(always([1, 3]), [batch], Ranking(num_items=9, ks=(2,), exclude_past=False))
+    kept = evaluate_ranking(always([1, 3]), [allowing_repeats(batch)], Ranking(num_items=9, ks=(2,)))
     assert kept.estimate("Recall@2").mean == 0.5
     assert kept.counts["positive_events_excluded"] == 0
 
 
 def test_a_recommender_that_ignores_exclusions_is_refused():
     batch = batch_of([[1]], [[0.9]], seen=[[2]])
-    with refused("bad_value", "exclude_past"):
+    with refused("bad_value", "exclude"):
         evaluate_ranking(always([2, 3]), [batch], Ranking(num_items=9, ks=(2,)))
 
 
@@ -209,7 +212,7 @@ def test_the_document_of_two_baselines(tmp_path):
         Evaluated(name, "baseline", evaluate_ranking(Recommender(baseline.recommend), batches, Ranking(num_items=50)))
         for name, baseline in (("popularity", Popularity(torch.ones(50))), ("random", UniformlyRandom(50)))
     ]
-    document = metrics_document(contenders, setting={"exclude_past": True, "positive_threshold": 0.75})
+    document = metrics_document(contenders, setting={"repeats": False, "positive_threshold": 0.75})
     write_json(tmp_path / "metrics.json", document)
     read = json.loads((tmp_path / "metrics.json").read_text())
     assert read["contenders"][0]["metrics"]["NDCG@10"]["n"] == contenders[0].result.counts["users_with_positives"]
@@ -219,7 +222,7 @@ def test_the_document_of_two_baselines(tmp_path):
 
 def test_undefined_numbers_are_null_in_the_document():
     result = evaluate_ranking(always([1]), [batch_of([[1]], [[0.0]])], Ranking(num_items=3, ks=(1,)))
-    setting = {"exclude_past": False, "positive_threshold": 0.75}
+    setting = {"repeats": True, "positive_threshold": 0.75}
     document = metrics_document([Evaluated("x", "run", result)], setting=setting)
     assert document["contenders"][0]["metrics"]["NDCG@1"] == {"mean": None, "half_width": None, "n": 0}
 

@@ -93,7 +93,7 @@ def test_tokens_are_summed_and_seen_or_unlabeled_items_left_out():
     slates = Slates(items, torch.zeros_like(items), mask, label=quantile, dislike=dislike)
     slates = slates._replace(positive=FeedbackRule().positive(quantile, dislike))
     seen = torch.tensor([[4]])
-    batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([1])), slates, torch.tensor([0])), seen)
+    batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([1])), slates, torch.tensor([0])), seen, seen)
     tokens = torch.tensor([[[-1, -1], [-2, -1], [0, 0], [0, 0], [-1, -3], [-1, -2.5]]])  # sums -2 -3 0 0 -4 -3.5
 
     def recommend(histories, k, exclude):
@@ -119,7 +119,7 @@ def test_dislikes_are_other_exposures():
     slates = slates._replace(positive=FeedbackRule().positive(label, dislike))
     none = torch.zeros(1, 0, dtype=torch.int64)
     targets = held_out_targets(
-        EvaluationBatch(FeedbackBatch(Histories(none, torch.tensor([0])), slates, none[0]), none)
+        EvaluationBatch(FeedbackBatch(Histories(none, torch.tensor([0])), slates, none[0]), none, none)
     )
     assert targets.positive.tolist() == [[False] * 4 + [True]]  # 1 was disliked later
     assert targets.other.tolist() == [[True] * 4 + [False]]
@@ -131,7 +131,8 @@ def users_of(user_ids, past, shown):
     shown = torch.tensor(shown)
     slates = Slates(shown, torch.zeros_like(shown), shown > 0)
     histories = Histories(torch.tensor(past), torch.tensor([len(row) for row in past]))
-    return EvaluationBatch(FeedbackBatch(histories, slates, torch.tensor(user_ids)), torch.tensor(past))
+    seen = torch.tensor(past)
+    return EvaluationBatch(FeedbackBatch(histories, slates, torch.tensor(user_ids)), seen, seen)
 
 
 def test_unseen_items_are_new_distinct_candidates_and_depend_on_the_user_alone():
@@ -156,7 +157,7 @@ def test_unseen_items_are_drawn_evenly():
             ),
             torch.arange(4000),
         ),
-        torch.zeros(4000, 1, dtype=torch.long),
+        *[torch.zeros(4000, 1, dtype=torch.long)] * 2,
     )
     counts = np.bincount(unseen_items(many, 1000).flatten().numpy(), minlength=1001)[1:]
     assert abs(counts.mean() - 4000 * UNSEEN_DRAWS / 1000) < 10  # hardly any is drawn twice

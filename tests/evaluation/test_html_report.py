@@ -74,7 +74,7 @@ def document_of(contenders):
             "ks": [5, 100],
             "num_items": 1000,
             "segments": {HOSTILE: ["few", "many"]},
-            "exclude_past": True,
+            "repeats": False,
             "positive_threshold": 0.75,
         },
         "conventions": {"ndcg": HOSTILE},

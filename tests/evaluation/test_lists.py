@@ -111,7 +111,7 @@ def test_short_lists_absent_users_and_items_of_the_past_are_counted(data, popula
     assert (counts["users_with_short_list@5"], counts["users_with_short_list@10"]) == (0, 1)
     assert sum(warning.startswith("other: ") for warning in warnings) == 3
     assert found["metrics"]["novelty@5"]["n"] == counts["users"] - 1
-    kept_past, _ = entry_of(data, Lists("other", rows), off_policy=None, exclude_past=False)
+    kept_past, _ = entry_of(data, Lists("other", rows), off_policy=None, repeats=True)
     assert kept_past["counts"]["list_items_excluded"] == 0
 
 

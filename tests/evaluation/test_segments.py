@@ -20,7 +20,7 @@ from recpo.evaluation.segments import history_length, item_duration, item_segmen
 from tests.reference import ranking_loops
 
 ITEMS, USERS, KS = 40, 90, (5, 12)
-SETTING = {"exclude_past": True, "positive_threshold": 0.75}
+SETTING = {"repeats": False, "positive_threshold": 0.75}
 
 
 def held_out(seed=0):
@@ -38,7 +38,7 @@ def held_out(seed=0):
     positive = FeedbackRule().positive(label, dislike)
     slates = Slates(items, torch.zeros_like(items), items > 0, label=label, dislike=dislike, positive=positive)
     histories = Histories(seen, (seen > 0).sum(1))
-    return EvaluationBatch(FeedbackBatch(histories, slates, torch.arange(USERS)), seen)
+    return EvaluationBatch(FeedbackBatch(histories, slates, torch.arange(USERS)), seen, seen)
 
 
 def rows_of(batch, rows):
@@ -160,7 +160,7 @@ def test_graded_gains_of_quartiles():
         items, torch.zeros_like(items), items > 0, label=torch.tensor([[0.3, 1.0, 0.2]]), positive=items == 2
     )
     seen = torch.zeros(1, 1, dtype=torch.long)
-    batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([0])), slates, torch.tensor([0])), seen)
+    batch = EvaluationBatch(FeedbackBatch(Histories(seen, torch.tensor([0])), slates, torch.tensor([0])), seen, seen)
     recommender = Recommender(lambda histories, k, exclude: Recommendations(shown, shown.float()))
     for gain, gains in (("linear", (0.3, 1.0, 0.2)), ("exponential", (1, 7, 0))):
         result = evaluate_ranking(recommender, [batch], Ranking(num_items=3, ks=(3,), gain=gain))

@@ -54,7 +54,7 @@ def test_prepare_keeps_the_propensities_and_weights_have_the_mean_1(log, tmp_pat
     assert np.isin(kept["propensity"], log["propensity"].to_numpy()).all()
     assert 0.4 < kept["is_random"].mean() < 0.6
     assert log.groupby("request_id")["is_random"].nunique().max() == 1
-    found = recpo.evaluate(data, ["popularity", "random"], ks=[20], exclude_past=False, segments=False)
+    found = recpo.evaluate(data, ["popularity", "random"], ks=[20], repeats=True, segments=False)
     for contender in found.document["contenders"][:2]:
         entries = {one["estimator"]: one for one in contender["off_policy"] if one["target"] == "top_20"}
         low, high = (entries["SNIPS"]["diagnostics"]["mean_weight_interval"][end] for end in ("low", "high"))

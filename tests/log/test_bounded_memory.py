@@ -75,6 +75,7 @@ def prepared(root, shards):
     items = pa.table({"train_count": np.ones(10_000, np.int64)})
     write_parquet(items, root / "items.parquet")
     manifest = {
+        "config": {"repeats": False},
         "feedback": FeedbackDefinition().to_json(),
         "num_items": 10_000,
         "num_users": shards * USERS,

@@ -57,6 +57,7 @@ def shards(tmp_path):
     second = write_shard(tmp_path / "train/00001.parquet", list(range(7, 11)), first + 1)
     third = write_shard(tmp_path / "valid/00000.parquet", list(range(11)), 1, lambda n: np.arange(n) % 3 == 2)
     manifest = {
+        "config": {"repeats": False},
         "feedback": FeedbackDefinition().to_json(),
         "num_users": 11,
         "num_items": max(first + second, third),

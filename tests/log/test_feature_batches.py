@@ -120,7 +120,7 @@ def test_a_logged_reward_weighs_behaviors():
 def test_behavior_rates_are_shares_of_the_shown_items():
     slates = slates_of([0b01, 0b11, 0b00])
     histories = Histories(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, dtype=torch.long))
-    batch = EvaluationBatch(FeedbackBatch(histories, slates, torch.zeros(1)), torch.zeros(1, 0))
+    batch = EvaluationBatch(FeedbackBatch(histories, slates, torch.zeros(1)), torch.zeros(1, 0), torch.zeros(1, 0))
 
     def rates(lists, k):
         observed = Observed(batch, Recommendations(torch.tensor([lists]), torch.zeros(1, len(lists))), None, None)

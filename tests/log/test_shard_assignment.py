@@ -54,6 +54,7 @@ def write_prepared(root, users=tuple(USERS), without_positives=()):
         write_shard(root / file, list(range(firsts[shard], firsts[shard + 1])), shard not in without_positives)
     shards = {"train": [{"file": file} for file in files], "valid": [], "test": []}
     manifest = {
+        "config": {"repeats": False},
         "feedback": FeedbackDefinition().to_json(),
         "num_users": int(firsts[-1]),
         "num_items": 30,

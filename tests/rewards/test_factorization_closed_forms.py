@@ -192,7 +192,9 @@ def validation(monkeypatch):
         grade = torch.tensor([[0.5, math.nan, 0.25, 1.0], [0.0, 1.0, 9.0, 9.0]])
         slates = Slates(items, items, mask, positive=positive, grade=grade)
         histories = Histories(items, torch.tensor([4, 2]))
-        batch = EvaluationBatch(FeedbackBatch(histories, slates, torch.arange(2)), torch.tensor([[3], [0]]))
+        batch = EvaluationBatch(
+            FeedbackBatch(histories, slates, torch.arange(2)), torch.tensor([[3], [0]]), torch.tensor([[3], [0]])
+        )
         return iter([batch, batch])
 
     monkeypatch.setattr(positives, "validation_batches", batches)

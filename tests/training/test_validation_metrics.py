@@ -131,8 +131,12 @@ def test_the_mixed_area_of_a_validation_is_that_of_an_evaluation(held_out):
     for batch in batches:
         metrics.update(policy, batch)
     found = metrics.compute(lambda value: value)
-    every = Ranking(num_items=policy.num_items, ks=[10], exclude_past=False)
-    ranking = evaluate_ranking(Recommender(policy.recommend, policy.log_prob), iter(batches), every)
+    every = Ranking(num_items=policy.num_items, ks=[10])
+    ranking = evaluate_ranking(
+        Recommender(policy.recommend, policy.log_prob),
+        (one._replace(exclude=one.past[:, :0]) for one in batches),
+        every,
+    )
     for name in ("AUC_mixed", "AUC_other"):
         assert found[name].item() == pytest.approx(ranking.estimate(name).mean, rel=1e-5)
     assert found["AUC_mixed"] != found["AUC_other"]

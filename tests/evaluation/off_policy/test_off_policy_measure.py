@@ -67,7 +67,7 @@ def log(users=40, seed=0, batch=16):
         )
         histories = Histories(torch.from_numpy(rows[:, None] + 1), torch.ones(len(rows), dtype=torch.long))
         nothing = torch.zeros(len(rows), 1, dtype=torch.long)
-        yield EvaluationBatch(FeedbackBatch(histories, slates, torch.from_numpy(rows)), nothing)
+        yield EvaluationBatch(FeedbackBatch(histories, slates, torch.from_numpy(rows)), nothing, nothing)
 
 
 def changed(batches, **fields):
@@ -394,7 +394,7 @@ def test_it_is_a_measure_of_the_one_pass():
     contender = Contender()
     measure = OffPolicyMeasure(OffPolicySetting(CALM, Given(), ITEMS, [PLACES]))
     recommender = Recommender(contender.recommend, contender.log_prob)
-    evaluate_ranking(recommender, log(), Ranking(num_items=ITEMS, ks=[PLACES], exclude_past=False), measures=[measure])
+    evaluate_ranking(recommender, log(), Ranking(num_items=ITEMS, ks=[PLACES]), measures=[measure])
     assert as_json(measure.result().estimates) == as_json(measured(log(), contender).estimates)
 
 

@@ -28,10 +28,8 @@ def evaluated(root, propensity, policy=None):
         if policy is None
         else Recommender(policy.recommend, policy.log_prob)
     )
-    batches = evaluation_batches(root, "test", 20, 32)
-    evaluate_ranking(
-        recommender, batches, Ranking(num_items=data.num_items, ks=KS, exclude_past=False), measures=[measure]
-    )
+    batches = evaluation_batches(root, "test", 20, 32, repeats=True)
+    evaluate_ranking(recommender, batches, Ranking(num_items=data.num_items, ks=KS), measures=[measure])
     return setting, measure.result()
 
 
