@@ -1,7 +1,7 @@
 """Logs of other makers: their users, tastes and loggers share nothing with the worlds of `recpo simulate`.
 
-`recpo fit` is judged on them as on any log (``decisions.py --logs books carts clips groceries market news shop thumbs``): what it
-reads, what it decides, and what its lists are worth. Each function returns the log as a frame, the true value of every
+`recpo fit` is judged on them as on any log (``decisions.py --logs books carts groceries``): what it reads, what it
+decides, and what its lists are worth. Each function returns the log as a frame, the true value of every
 item for every user ``[users, items]``, and tables that lie beside the log, by name.
 
 - ``books``: ratings of 1 to 5 stars that people give to what they chose themselves, with a table of genres.

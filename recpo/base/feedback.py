@@ -102,6 +102,7 @@ class FeedbackDefinition:
         max_watch_time: seconds; a longer watch time counts as unknown.
         label: how ``recpo prepare`` made the labels, for people; empty = not by ``recpo prepare``.
         duration_exponent: exponent with which watch times grow with the duration inside a bucket.
+        every_event: an event without a label is positive, because every event of the log was.
     """
 
     rule: FeedbackRule = field(default_factory=FeedbackRule)
@@ -110,6 +111,7 @@ class FeedbackDefinition:
     max_watch_time: float = DEFAULT_MAX_WATCH_TIME
     label: str = ""
     duration_exponent: float = 0.0
+    every_event: bool = False
 
     @property
     def levels_from(self) -> Literal["watch times", "labels"]:
@@ -155,8 +157,9 @@ class FeedbackDefinition:
             watch_time: ``[N]`` seconds; nan = unknown.
             duration: ``[N]`` seconds; nan, zero or negative = unknown.
             dislike: ``[N]`` bool.
-            label: ``[N]`` in [0, 1]; nan = unknown. Used only without cutoffs.
+            label: ``[N]`` in [0, 1]; nan = unknown, or 1 with ``every_event``. Used only without cutoffs.
         """
+        label = np.where(np.isnan(label), 1.0, label) if self.every_event else label
         levels = self._label_levels(np.asarray(label)) if not self.cutoffs else self._watch_levels(watch_time, duration)
         return np.where(dislike, np.int8(DISLIKED), levels)
 
@@ -205,7 +208,7 @@ class FeedbackDefinition:
         cutoffs = {str(bucket): list(limits) for bucket, limits in sorted(self.cutoffs.items())}
         durations = {"duration_base": self.duration_base, "duration_exponent": self.duration_exponent}
         fitted = {"cutoffs": cutoffs, "max_watch_time": self.max_watch_time, "label": self.label}
-        return {"levels": HIGHEST + 1, **asdict(self.rule), **durations, **fitted}
+        return {"levels": HIGHEST + 1, **asdict(self.rule), **durations, **fitted, "every_event": self.every_event}
 
     @classmethod
     def from_json(cls, content: Any, source: str = "feedback") -> Self:
@@ -226,6 +229,7 @@ class FeedbackDefinition:
             cutoffs = {int(bucket): tuple(map(float, limits)) for bucket, limits in content["cutoffs"].items()}
             base, longest = float(content["duration_base"]), float(content["max_watch_time"])
             label, exponent = str(content["label"]), float(content["duration_exponent"])
+            every_event = bool(content["every_event"])
             if not (1.0 < base < math.inf and longest > 0.0 and 0.0 <= exponent <= 1.0):
                 raise ValueError(f"duration_base {base}, duration_exponent {exponent}, max_watch_time {longest}")
             for limits in cutoffs.values():
@@ -233,7 +237,7 @@ class FeedbackDefinition:
                     raise ValueError(f"cutoffs {limits}: expected {NUM_GRADES - 1} ascending times in seconds")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}", code="damaged", field="feedback") from error
-        return cls(rule, base, cutoffs, longest, label, exponent)
+        return cls(rule, base, cutoffs, longest, label, exponent, every_event)
 
 
 UNKNOWN_BUCKET: Final = -1001

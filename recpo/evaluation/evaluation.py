@@ -35,7 +35,7 @@ class Evaluation(Artifact):
     """
 
     kind: ClassVar[Kind] = "evaluation"
-    version: ClassVar = 6
+    version: ClassVar = 7
     made_by: ClassVar = "recpo evaluate"
     sealed: ClassVar = (METRICS, RESOLVED)
 

@@ -52,6 +52,7 @@ class Label(ABC):
         needs: standard columns that the log must have.
         reads_events_once: ``add`` refers to its events once, so that they need not be materialized for it.
         keeps_fitted: what it fits is kept, so that a directory with it can be extended.
+        every_event: every event is positive, with or without a label.
         base: base of the duration buckets.
         duration_exponent: exponent with which watch times grow with the duration inside a bucket, see ``compared_ms``.
     """
@@ -59,6 +60,7 @@ class Label(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     reads_events_once: ClassVar[bool] = False
     keeps_fitted: ClassVar[bool] = True
+    every_event: ClassVar[bool] = False
     base: float = DEFAULT_DURATION_BASE
     duration_exponent: float = 0.0
 
@@ -252,6 +254,7 @@ class EveryEvent(Label):
     """Every event is positive: 1. For logs of purchases, clicks or visits without other feedback."""
 
     reads_events_once: ClassVar[bool] = True
+    every_event: ClassVar[bool] = True
 
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """A constant column; Spark takes the literal 1.0 for a decimal number."""
@@ -505,7 +508,8 @@ def definition(
     """The rule with the fitted values, the cutoffs of ``cutoff_table`` in seconds, and the description of the label."""
     limits = np.stack([cutoffs[name].to_numpy() for name in _CUTOFFS], 1) / 1000
     by_bucket = dict(zip(cutoffs["bucket"].to_pylist(), map(tuple, limits.tolist()), strict=True))
-    return FeedbackDefinition(rule, label.base, by_bucket, max_watch_time, described, label.duration_exponent)
+    exponent, every = label.duration_exponent, label.every_event
+    return FeedbackDefinition(rule, label.base, by_bucket, max_watch_time, described, exponent, every)
 
 
 def watch_ties(quantiles: ir.Table) -> ir.Table:

@@ -92,7 +92,7 @@ class Factors(Artifact):
     """
 
     kind: ClassVar = "factors"
-    version: ClassVar = 7
+    version: ClassVar = 8
     made_by: ClassVar = "recpo factorize"
 
     mean: float

@@ -80,7 +80,7 @@ class BundleManifest(Artifact):
     """
 
     kind: ClassVar = "bundle"
-    version: ClassVar = 9
+    version: ClassVar = 10
     made_by: ClassVar = "recpo export"
 
     num_items: int

@@ -79,7 +79,7 @@ class Run(Artifact):
     """
 
     kind: ClassVar = "run"
-    version: ClassVar = 7
+    version: ClassVar = 8
     made_by: ClassVar = "recpo train"
 
     RESOLVED: ClassVar = "resolved.yaml"

@@ -246,4 +246,4 @@ def test_forms_of_a_large_catalog_through_the_command_line(road, tmp_path, capsy
     # a bundle without repeats does not list the history, whatever it may
     assert main([*evaluate, "--contenders", str(run), "--ks", "[5]", "--repeats", "true"]) == 0
     served = recpo.load(tmp_path / "evaluation").to_pandas().set_index(["contender", "metric"])["mean"]
-    assert served[rounded.name, "repeat_rate@5"] < served[run.name, "repeat_rate@5"]
+    assert served[rounded.name, "repeat_rate@5"] < served[Path(run).name, "repeat_rate@5"]
