@@ -30,18 +30,6 @@ DISLIKES = [False, False, False, False, False, True, True, True]
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
-def test_events_without_a_label_are_positive_where_every_event_was():
-    nothing, label = np.full(3, np.nan), np.array([np.nan, 0.2, 1.0])
-    for every_event, expected in ((True, [HIGHEST, LOWEST, HIGHEST]), (False, [UNKNOWN, LOWEST, HIGHEST])):
-        definition = FeedbackDefinition(FeedbackRule(0.75, 0.25), every_event=every_event)
-        levels = definition.levels(nothing, nothing, np.zeros(3, bool), label)
-        assert [int(levels[0]), int(levels[2])] == [expected[0], expected[2]]
-        assert levels[1] < LEAST_POSITIVE_LEVEL
-        assert FeedbackDefinition.from_json(definition.to_json()) == definition
-    disliked = FeedbackDefinition(every_event=True).levels(nothing[:1], nothing[:1], np.ones(1, bool), nothing[:1])
-    assert disliked.tolist() == [DISLIKED]
-
-
 def test_a_dislike_outranks_the_label_and_the_threshold_itself_is_positive(kind):
     label = kind(np.array(LABELS, np.float32).tolist())
     label = label.astype(np.float32) if isinstance(label, np.ndarray) else label
@@ -229,3 +217,15 @@ def test_a_damaged_definition_is_refused(change):
 def test_no_definition_at_all_is_refused(content):
     with refused("damaged", "feedback"):
         FeedbackDefinition.from_json(content)
+
+
+def test_events_without_a_label_are_positive_where_every_event_was():
+    nothing, label = np.full(3, np.nan), np.array([np.nan, 0.2, 1.0])
+    for every_event, expected in ((True, [HIGHEST, LOWEST, HIGHEST]), (False, [UNKNOWN, LOWEST, HIGHEST])):
+        definition = FeedbackDefinition(FeedbackRule(0.75, 0.25), every_event=every_event)
+        levels = definition.levels(nothing, nothing, np.zeros(3, bool), label)
+        assert [int(levels[0]), int(levels[2])] == [expected[0], expected[2]]
+        assert levels[1] < LEAST_POSITIVE_LEVEL
+        assert FeedbackDefinition.from_json(definition.to_json()) == definition
+    disliked = FeedbackDefinition(every_event=True).levels(nothing[:1], nothing[:1], np.ones(1, bool), nothing[:1])
+    assert disliked.tolist() == [DISLIKED]
