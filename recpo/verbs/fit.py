@@ -155,14 +155,12 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         with self._directory(root):
             road = Road(root, self)
             understood, truth, again = self._prepare(road)
-            names = self._contenders(road, twice=again is not None)
-            measured = [road.measure(name) for name in names]
-            criterion = road.criterion
-            choice = choose(measured, criterion, min(self.k, road.data.num_items))
+            self._compare(road, twice=again is not None)
+            choice = choose(road.measured, road.criterion, road.k)
             road.say(choice.reason)
             final = road if again is None else self._again(road, again, choice.name)
             self._finish(road, final, choice, truth)
-            facts = self._facts(road, final, criterion, choice, understood)
+            facts = self._facts(road, final, choice, understood)
             Decision.write_facts(root, facts)
             with output_file(root / REPORT) as working:
                 working.write_text(decision_report(facts), encoding="utf-8")
@@ -244,7 +242,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         out = Path(verb.out)
         out.parent.mkdir(exist_ok=True)
         verb.write_resolved(out.parent / fit_road.PREPARE)
-        road.step(verb, out, ["prepare", "--config", out.parent / fit_road.PREPARE])
+        road.step(verb, ["prepare", "--config", out.parent / fit_road.PREPARE])
         return Prepared.open(out)
 
     def _again(self, road: Road, verb: Prepare, name: str) -> Road:
@@ -261,8 +259,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
                 pq.write_table(to_arrow(frame, "log"), working)
         return file
 
-    def _contenders(self, road: Road, twice: bool) -> list[str]:
-        """Fits, trains, tilts and searches; returns the names of all contenders.
+    def _compare(self, road: Road, twice: bool) -> None:
+        """Fits, trains, tilts, searches and measures all contenders.
 
         Args:
             road: the steps so far.
@@ -276,21 +274,17 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         for name in names:
             road.measure(name)
         if road.by_grades:  # who chose what, and the grades
-            names += self._tilted(road, fit_road.ALLRANK)
+            self._tilt(road, fit_road.ALLRANK)
         road.show_list()
         road.decide_effort(recipes, twice)
         for name in road.plan.recipes:
-            if not road.train(name, fit_recipes.RECIPES[name]):
-                continue
-            road.measure(name)
-            names.append(name)
-            if name in fit_recipes.TILTED:
-                names += self._tilted(road, name)
+            if road.train(name, fit_recipes.RECIPES[name]):
+                road.measure(name)
+                if name in fit_recipes.TILTED:
+                    self._tilt(road, name)
         found = search(road, reserve=_RESERVE * road.measuring_seconds + twice * road.seconds_again)
-        names += found
         if found:
-            names += self._tilted(road, max(found, key=road.value))
-        return names
+            self._tilt(road, max(found, key=road.value))
 
     @staticmethod
     def _recipes(road: Road) -> Sequence[Recipes]:
@@ -309,13 +303,9 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         return recipes_of(wanted, [fit_recipes.GSPO] if road.graded else [])
 
     @staticmethod
-    def _tilted(road: Road, base: str) -> list[str]:
-        name = f"{fit_road.TILTED}{base}"
-        road.tilt(name, base)
-        if not road.finished(name):
-            return []
-        road.measure(name)
-        return [name]
+    def _tilt(road: Road, base: str) -> None:
+        if road.tilt(base):
+            road.measure(f"{fit_road.TILTED}{base}")
 
     def _finish(self, road: Road, final: Road, choice: Choice, truth: Path | str | None) -> None:
         """Evaluates ``Choice.tested``, or the baselines and what was made again, on the test period; exports."""
@@ -324,13 +314,14 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         shared: dict[str, Any] = {"baseline_cache": final.root / fit_road.BASELINES}
         shared["baseline_options"] = final.baseline_options
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
-        data, ks = final.data, [min(self.k, final.data.num_items)]
-        final.step(Evaluate(data, [final.path_of(name) for name in names], out=out, ks=ks, **how, **shared), out)
-        final.step(Export(final.path_of(choice.name), out=bundle, prepared=data, evaluation=out, **shared), bundle)
+        data, ks = final.data, [final.k]
+        final.step(Evaluate(data, [final.path_of(name) for name in names], out=out, ks=ks, **how, **shared))
+        final.step(Export(final.path_of(choice.name), out=bundle, prepared=data, evaluation=out, **shared))
 
-    def _facts(self, road: Road, final: Road, criterion: str, choice: Choice, understood: list[str]) -> dict[str, Any]:
-        tested = {one["name"]: one for one in Evaluation.open(road.root / _EVALUATION).document["contenders"]}
-        wanted = [criterion, *(f"{name}@{min(self.k, road.data.num_items)}" for name in _METRICS)]
+    def _facts(self, road: Road, final: Road, choice: Choice, understood: list[str]) -> dict[str, Any]:
+        criterion, evaluation = road.criterion, Evaluation.open(road.root / _EVALUATION)
+        tested = {one["name"]: one for one in evaluation.document["contenders"]}
+        wanted = [criterion, *(f"{name}@{road.k}" for name in _METRICS)]
         rows = []
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
@@ -355,7 +346,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "leaderboard": rows,
             "understood": understood,
             "advice": advice,
-            "warnings": [*advice, *Evaluation.open(road.root / _EVALUATION).warnings],
+            "warnings": [*advice, *evaluation.warnings],
             "minutes": self.minutes,
             "seconds": road.plan.spent,
             "effort": road.plan.effort,
