@@ -135,7 +135,7 @@ class Simulate(WorldOptions, WritingVerb[Simulation]):
         validate_files("simulate", "default", self._files)  # the world that continues has its files
         bundle = policy if isinstance(policy, Bundle) else Bundle.open(policy)
         users = None if worlds[0].users is None else pq.read_table(worlds[0].users)
-        service = BundleService(bundle, self.exploration, users)
+        service = BundleService(bundle, self.exploration or BEST, users)
         service.validate(worlds[0].truth, self.repeat_after)
         who = {
             "bundle": bundle.root.resolve().name,
@@ -194,12 +194,12 @@ class BundleService:
 
     Attributes:
         bundle: ranks items. It skips the items of the histories unless it may repeat items.
-        exploration: how slates are drawn; None = the best items in their order.
+        exploration: how slates are drawn.
         users: the world's table of users, for a policy that reads their features; None = the world has none.
     """
 
     bundle: Bundle
-    exploration: Exploration | None = None
+    exploration: Exploration = BEST
     users: pa.Table | None = None
 
     def validate(self, truth: Truth, repeat_after: float | None = None) -> None:
@@ -230,7 +230,7 @@ class BundleService:
                 field="items",
             )
         size = min(truth.preferences.parameters.request_size, len(items))
-        needed = size if self.exploration is None else max(size, min(self.exploration.shortlist, len(items)))
+        needed = max(size, min(self.exploration.shortlist, len(items)))
         if bundle.k < needed:
             raise RecpoError(
                 f"simulate: {bundle.root} lists {bundle.k} items, exploration or a request needs {needed}: export with "
@@ -273,8 +273,7 @@ class BundleService:
         generator: np.random.Generator,
     ) -> Shown:
         """See ``ShowSlates``."""
-        bundle, longest = self.bundle, int(sizes.max())
-        exploration = BEST if self.exploration is None else self.exploration
+        bundle, exploration, longest = self.bundle, self.exploration, int(sizes.max())
         width = min(max(longest, exploration.shortlist), bundle.k)
         found = Shown(
             item_ids=np.zeros((len(sizes), longest), np.int64),
