@@ -17,7 +17,7 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
-from recpo.base.frames import Frame, to_arrow
+from recpo.base.frames import Frame
 from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
@@ -37,7 +37,7 @@ from recpo.verbs.fit_recipes import Recipes, recipes_of
 from recpo.verbs.fit_road import Road, RoadOptions, deciding_split
 from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of
-from recpo.verbs.prepare import Prepare
+from recpo.verbs.prepare import Prepare, source_of
 from recpo.verbs.verb import WritingVerb, function_of, resumable_directory
 from recpo.worlds.log import Simulation
 
@@ -218,12 +218,9 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         if isinstance(given, Simulation):
             truth = truth or given.root
             log = [str(one) for one in (given.log, given.items) if one is not None]
-        elif isinstance(given, str | Path):
-            log = [str(given)]
-        elif isinstance(given, Sequence) and not isinstance(given, pa.Table):
-            log = [str(one) for one in given]
         else:
-            log = [str(self._kept_frame(road.root, given))]
+            source = source_of(given, "log")
+            log = source if isinstance(source, list) else [self._kept(road.root, source)]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
         options = {"progress": self.progress, **preparation_of(found), **tables}
@@ -251,13 +248,13 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         return final if final.remake(name) else road
 
     @staticmethod
-    def _kept_frame(root: Path, frame: Any) -> Path:
+    def _kept(root: Path, frame: pa.Table) -> str:
         """The frame as a file, so that the commands can read it."""
         file = root / _FRAME
         if not file.is_file():
             with output_file(file) as working:
-                pq.write_table(to_arrow(frame, "log"), working)
-        return file
+                pq.write_table(frame, working)
+        return str(file)
 
     def _compare(self, road: Road, twice: bool) -> None:
         """Fits, trains, tilts, searches and measures all contenders.
