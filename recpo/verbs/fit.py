@@ -18,6 +18,7 @@ from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame
+from recpo.evaluation.baselines import BASELINES_DIRECTORY
 from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
@@ -34,7 +35,7 @@ from recpo.verbs import fit_recipes, fit_road
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
 from recpo.verbs.fit_recipes import Recipes, recipes_of
-from recpo.verbs.fit_road import Road, RoadOptions, deciding_split
+from recpo.verbs.fit_road import Road, RoadOptions, deciding_split, place_of
 from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import Prepare, source_of
@@ -308,12 +309,12 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         """Evaluates ``Choice.tested``, or the baselines and what was made again, on the test period; exports."""
         names = choice.tested if final is road else list(dict.fromkeys([*final.baselines, choice.name]))
         out, bundle = road.root / _EVALUATION, road.root / _BUNDLE
-        shared: dict[str, Any] = {"baseline_cache": final.root / fit_road.BASELINES}
+        shared: dict[str, Any] = {"baseline_cache": final.root / BASELINES_DIRECTORY}
         shared["baseline_options"] = final.baseline_options
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
         data, ks = final.data, [final.k]
-        final.step(Evaluate(data, [final.path_of(name) for name in names], out=out, ks=ks, **how, **shared))
-        final.step(Export(final.path_of(choice.name), out=bundle, prepared=data, evaluation=out, **shared))
+        final.step(Evaluate(data, [place_of(final.root, name) for name in names], out=out, ks=ks, **how, **shared))
+        final.step(Export(place_of(final.root, choice.name), out=bundle, prepared=data, evaluation=out, **shared))
 
     def _facts(self, road: Road, final: Road, choice: Choice, understood: list[str]) -> dict[str, Any]:
         criterion, evaluation = road.criterion, Evaluation.open(road.root / _EVALUATION)

@@ -25,8 +25,8 @@ from lightning.pytorch.callbacks import Callback
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
-from recpo.evaluation.baselines import BaselineCache, fitted_model
-from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
+from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache, fitted_model
+from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
@@ -52,7 +52,6 @@ PLAN: Final = "plan.json"
 #: Directories and files of a fit.
 PREPARED: Final = "prepared"
 PREPARE: Final = "prepare.yaml"  # beside it: the options that made it
-BASELINES: Final = "baselines"
 RUNS: Final = "runs"
 #: What ships, made again on the events of the validation period too; it has the same directories.
 FINAL: Final = "final"
@@ -151,6 +150,13 @@ def deciding_split(split: TemporalSplit | LeaveLastOut, counts: LogCounts) -> Te
         return replace(split, valid_days=max(split.valid_days, wanted))
     share = min(_ENOUGH_EVENTS / counts.events, _LARGEST_SHARE)
     return replace(split, valid_share=max(split.valid_share, round(share, 3))) if split.valid_share else split
+
+
+def place_of(root: Path, name: str) -> Path | str:
+    """Where a fit in ``root`` has a contender: its directory, or its name if it is a baseline, which needs none."""
+    if name in BASELINES:
+        return name
+    return root / (fit_recipes.FACTORS if name == fit_recipes.FACTORS else f"{RUNS}/{name}")
 
 
 class Road:
@@ -306,13 +312,13 @@ class Road:
         """
         out = self.root / RUNS / f"{TILTED}{base}"
         if self.plan.seconds_of(out) is None:  # else it was tried, and perhaps no temperature is better
-            cache = self.root / BASELINES if base in self.named else None
+            cache = self.root / BASELINES_DIRECTORY if base in self.named else None
             how: dict[str, Any] = {"k": self.options.k, "temperature": temperature}
             how |= {"baseline_cache": cache, "baseline_options": self.baseline_options}
             if self.by_grades:
                 how["lower_bound"] = _LOWER_BOUND
             by = self.root / fit_recipes.FACTORS if self.by_grades else RULES
-            self.step(Tilt(self.path_of(base), by, self.data, out=out, **how))
+            self.step(Tilt(place_of(self.root, base), by, self.data, out=out, **how))
         return out.exists()
 
     def again(self, data: Prepared) -> "Road":
@@ -339,7 +345,7 @@ class Road:
         if name.startswith(TILTED):
             base, run = name.removeprefix(TILTED), self._first.run_of(name)
             made = run is not None and self.remake(base) and (not self.by_grades or self.remake(fit_recipes.FACTORS))
-            return run is not None and made and self.tilt(base, run.results["tilt/temperature"])
+            return run is not None and made and self.tilt(base, run.results["tilt/temperature"] or "auto")
         recipe, changed = self._first._asked[name]
         needed = [one for one in (recipe.after, recipe.reward) if one is not None]
         return all(map(self.remake, needed)) and self.train(name, recipe, changed)
@@ -406,12 +412,6 @@ class Road:
         """Length of the lists that are compared."""
         return min(self.options.k, self.data.num_items)
 
-    def path_of(self, name: str) -> Path | str:
-        """The directory of a contender, or its name if it has none."""
-        if name in self.named:
-            return name
-        return self.root / fit_recipes.FACTORS if name == fit_recipes.FACTORS else self.root / RUNS / name
-
     def run_of(self, name: str) -> Run | None:
         """The run of this name; None of a baseline and of the reward model."""
         root = self.root / RUNS / name
@@ -420,12 +420,12 @@ class Road:
     def _contender(self, name: str) -> Contender:
         made = partial(baseline, data=self.data, options=self.baseline_options, cache=self._baseline_cache)
         options = ModelOptions(device=self.options.device)
-        (found,) = contenders_of([self.path_of(name)], self.data, [self.options.k], options, made)
+        (found,) = contenders_of([place_of(self.root, name)], self.data, [self.options.k], options, made)
         return found
 
     @property
     def _baseline_cache(self) -> BaselineCache:
-        return BaselineCache(self.root / BASELINES, self.root / BASELINES)
+        return BaselineCache(self.root / BASELINES_DIRECTORY, self.root / BASELINES_DIRECTORY)
 
     @cached_property
     def _validation(self) -> HeldOutPass:
