@@ -11,7 +11,7 @@ from recpo.artifacts.outputs import output_file
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
-from recpo.evaluation.contenders import BASELINES, BaselineOptions, baseline
+from recpo.evaluation.contenders import BaselineOptions, baseline
 from recpo.evaluation.held_out_pass import HeldOut
 from recpo.explorer.pages import Pages, PageServer
 from recpo.explorer.people_and_items import Catalog, ItemColumns, People
@@ -22,11 +22,11 @@ from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of, validate_factors
 from recpo.verbs.fit import Decision
+from recpo.verbs.fit_recipes import FACTORS
+from recpo.verbs.fit_road import PREPARED, place_of
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of
 
 _STATIC_USERS: Final = 50
-_FACTORS: Final = "factors"
-_PREPARED: Final = "prepared"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
         if isinstance(source, str | Path):
             source = Decision.open(source) if kind_of(source) == "decision" else Prepared.open(source)
         decision = source if isinstance(source, Decision) else None
-        data = source if isinstance(source, Prepared) else Prepared.open(source.root / _PREPARED)
+        data = source if isinstance(source, Prepared) else Prepared.open(source.root / PREPARED)
         catalog = Catalog(data, self)
         codes = None if self.codes is None else Codes.open(self.codes)
         if codes is not None and codes.catalog_checksum != data.catalog_checksum:
@@ -139,8 +139,8 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
 
     def _grades(self, data: Prepared, decision: Decision | None) -> Factors | None:
         given = self.grades
-        if given is None and decision is not None and (decision.root / _FACTORS).is_dir():
-            given = decision.root / _FACTORS
+        if given is None and decision is not None and (decision.root / FACTORS).is_dir():
+            given = decision.root / FACTORS
         if given is None:
             return None
         model = given if isinstance(given, Factors) else Factors.open(given)
@@ -151,13 +151,8 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
 def _of_decision(decision: Decision) -> list[Named]:
     """The strongest baseline and what ships; where the baseline ships, the best policy beside it."""
     facts = decision.facts
-    found: list[Named] = []
-    for name in dict.fromkeys([facts["strongest_baseline"], facts["chosen"], facts["policy"]]):
-        if name in BASELINES:
-            found.append(name)
-        elif name is not None:
-            found.append(decision.root / (_FACTORS if name == _FACTORS else f"runs/{name}"))
-    return found
+    names = dict.fromkeys([facts["strongest_baseline"], facts["chosen"], facts["policy"]])
+    return [place_of(decision.root, name) for name in names if name is not None]
 
 
 explore = function_of(Explore)

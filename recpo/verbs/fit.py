@@ -17,7 +17,8 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
-from recpo.base.frames import Frame, to_arrow
+from recpo.base.frames import Frame
+from recpo.evaluation.baselines import BASELINES_DIRECTORY
 from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
@@ -34,10 +35,10 @@ from recpo.verbs import fit_recipes, fit_road
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
 from recpo.verbs.fit_recipes import Recipes, recipes_of
-from recpo.verbs.fit_road import Road, RoadOptions, deciding_split
+from recpo.verbs.fit_road import Road, RoadOptions, deciding_split, place_of
 from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of
-from recpo.verbs.prepare import Prepare
+from recpo.verbs.prepare import Prepare, source_of
 from recpo.verbs.verb import WritingVerb, function_of, resumable_directory
 from recpo.worlds.log import Simulation
 
@@ -159,14 +160,12 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         with self._directory(root):
             road = Road(root, self)
             understood, truth, again = self._prepare(road)
-            names = self._contenders(road, twice=again is not None)
-            measured = [road.measure(name) for name in names]
-            criterion = road.criterion
-            choice = choose(measured, criterion, min(self.k, road.data.num_items))
+            self._compare(road, twice=again is not None)
+            choice = choose(road.measured, road.criterion, road.k)
             road.say(choice.reason)
             final = road if again is None else self._again(road, again, choice.name)
             self._finish(road, final, choice, truth)
-            facts = self._facts(road, final, criterion, choice, understood)
+            facts = self._facts(road, final, choice, understood)
             Decision.write_facts(root, facts)
             with output_file(root / REPORT) as working:
                 working.write_text(decision_report(facts), encoding="utf-8")
@@ -231,12 +230,9 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         if isinstance(given, Simulation):
             truth = truth or given.root
             log = [str(one) for one in (given.log, given.items) if one is not None]
-        elif isinstance(given, str | Path):
-            log = [str(given)]
-        elif isinstance(given, Sequence) and not isinstance(given, pa.Table):
-            log = [str(one) for one in given]
         else:
-            log = [str(self._kept_frame(road.root, given))]
+            source = source_of(given, "log")
+            log = source if isinstance(source, list) else [self._kept(road.root, source)]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
         options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found), **tables}
@@ -255,7 +251,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         out = Path(verb.out)
         out.parent.mkdir(exist_ok=True)
         verb.write_resolved(out.parent / fit_road.PREPARE)
-        road.step(verb, out, ["prepare", "--config", out.parent / fit_road.PREPARE])
+        road.step(verb, ["prepare", "--config", out.parent / fit_road.PREPARE])
         return Prepared.open(out)
 
     def _again(self, road: Road, verb: Prepare, name: str) -> Road:
@@ -264,16 +260,16 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         return final if final.remake(name) else road
 
     @staticmethod
-    def _kept_frame(root: Path, frame: Any) -> Path:
+    def _kept(root: Path, frame: pa.Table) -> str:
         """The frame as a file, so that the commands can read it."""
         file = root / _FRAME
         if not file.is_file():
             with output_file(file) as working:
-                pq.write_table(to_arrow(frame, "log"), working)
-        return file
+                pq.write_table(frame, working)
+        return str(file)
 
-    def _contenders(self, road: Road, twice: bool) -> list[str]:
-        """Fits, trains, tilts and searches; returns the names of all contenders.
+    def _compare(self, road: Road, twice: bool) -> None:
+        """Fits, trains, tilts, searches and measures all contenders.
 
         Args:
             road: the steps so far.
@@ -287,21 +283,17 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         for name in names:
             road.measure(name)
         if road.by_grades:  # who chose what, and the grades
-            names += self._tilted(road, fit_road.ALLRANK)
+            self._tilt(road, fit_road.ALLRANK)
         road.show_list()
         road.decide_effort(recipes, twice)
         for name in road.plan.recipes:
-            if not road.train(name, fit_recipes.RECIPES[name]):
-                continue
-            road.measure(name)
-            names.append(name)
-            if name in fit_recipes.TILTED:
-                names += self._tilted(road, name)
+            if road.train(name, fit_recipes.RECIPES[name]):
+                road.measure(name)
+                if name in fit_recipes.TILTED:
+                    self._tilt(road, name)
         found = search(road, reserve=_RESERVE * road.measuring_seconds + twice * road.seconds_again)
-        names += found
         if found:
-            names += self._tilted(road, max(found, key=road.value))
-        return names
+            self._tilt(road, max(found, key=road.value))
 
     @staticmethod
     def _recipes(road: Road) -> Sequence[Recipes]:
@@ -320,28 +312,25 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         return recipes_of(wanted, [fit_recipes.GSPO] if road.graded else [])
 
     @staticmethod
-    def _tilted(road: Road, base: str) -> list[str]:
-        name = f"{fit_road.TILTED}{base}"
-        road.tilt(name, base)
-        if not road.finished(name):
-            return []
-        road.measure(name)
-        return [name]
+    def _tilt(road: Road, base: str) -> None:
+        if road.tilt(base):
+            road.measure(f"{fit_road.TILTED}{base}")
 
     def _finish(self, road: Road, final: Road, choice: Choice, truth: Path | str | None) -> None:
         """Evaluates ``Choice.tested``, or the baselines and what was made again, on the test period; exports."""
         names = choice.tested if final is road else list(dict.fromkeys([*final.baselines, choice.name]))
         out, bundle = road.root / _EVALUATION, road.root / _BUNDLE
-        shared: dict[str, Any] = {"baseline_cache": final.root / fit_road.BASELINES}
+        shared: dict[str, Any] = {"baseline_cache": final.root / BASELINES_DIRECTORY}
         shared["baseline_options"] = final.baseline_options
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
-        data, ks = final.data, [min(self.k, final.data.num_items)]
-        final.step(Evaluate(data, [final.path_of(name) for name in names], out=out, ks=ks, **how, **shared), out)
-        final.step(Export(final.path_of(choice.name), out=bundle, prepared=data, evaluation=out, **shared), bundle)
+        data, ks = final.data, [final.k]
+        final.step(Evaluate(data, [place_of(final.root, name) for name in names], out=out, ks=ks, **how, **shared))
+        final.step(Export(place_of(final.root, choice.name), out=bundle, prepared=data, evaluation=out, **shared))
 
-    def _facts(self, road: Road, final: Road, criterion: str, choice: Choice, understood: list[str]) -> dict[str, Any]:
-        tested = {one["name"]: one for one in Evaluation.open(road.root / _EVALUATION).document["contenders"]}
-        wanted = [criterion, *(f"{name}@{min(self.k, road.data.num_items)}" for name in _METRICS)]
+    def _facts(self, road: Road, final: Road, choice: Choice, understood: list[str]) -> dict[str, Any]:
+        criterion, evaluation = road.criterion, Evaluation.open(road.root / _EVALUATION)
+        tested = {one["name"]: one for one in evaluation.document["contenders"]}
+        wanted = [criterion, *(f"{name}@{road.k}" for name in _METRICS)]
         rows = []
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
@@ -366,7 +355,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "leaderboard": rows,
             "understood": understood,
             "advice": advice,
-            "warnings": [*advice, *Evaluation.open(road.root / _EVALUATION).warnings],
+            "warnings": [*advice, *evaluation.warnings],
             "minutes": self.minutes,
             "seconds": road.plan.spent,
             "effort": road.plan.effort,

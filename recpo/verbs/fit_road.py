@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from lightning import LightningModule, Trainer
@@ -25,8 +25,8 @@ from lightning.pytorch.callbacks import Callback
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
-from recpo.evaluation.baselines import BaselineCache, fitted_model
-from recpo.evaluation.contenders import Baseline, BaselineOptions, Contender, baseline
+from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache, fitted_model
+from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.document import Evaluated
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
@@ -52,7 +52,6 @@ PLAN: Final = "plan.json"
 #: Directories and files of a fit.
 PREPARED: Final = "prepared"
 PREPARE: Final = "prepare.yaml"  # beside it: the options that made it
-BASELINES: Final = "baselines"
 RUNS: Final = "runs"
 #: What ships, made again on the events of the validation period too; it has the same directories.
 FINAL: Final = "final"
@@ -155,6 +154,13 @@ def deciding_split(split: TemporalSplit | LeaveLastOut, counts: LogCounts) -> Te
     return replace(split, valid_share=max(split.valid_share, round(share, 3))) if split.valid_share else split
 
 
+def place_of(root: Path, name: str) -> Path | str:
+    """Where a fit in ``root`` has a contender: its directory, or its name if it is a baseline, which needs none."""
+    if name in BASELINES:
+        return name
+    return root / (fit_recipes.FACTORS if name == fit_recipes.FACTORS else f"{RUNS}/{name}")
+
+
 class Road:
     """The steps of one fit.
 
@@ -184,15 +190,14 @@ class Road:
         """Seconds until the budget is spent; negative afterwards."""
         return self.options.minutes * 60 - (time.monotonic() - self._began)
 
-    def step(self, verb: Verb[Any], done: Path, command: Sequence[object] | None = None) -> None:
-        """Runs a verb, unless its output is complete.
+    def step(self, verb: Verb[Any], command: Sequence[object] | None = None) -> None:
+        """Runs a verb, unless its output exists: it appears when it is complete.
 
         Args:
             verb: what is done.
-            done: exists if the step was finished.
             command: the words of the command that repeats it; None = ``verb.command``.
         """
-        if not done.exists():
+        if not Path(getattr(verb, verb.output_option)).exists():
             self._do(verb.command() if command is None else command, partial(run_tracked, verb))
 
     def _do(self, command: Sequence[object], work: Callable[[], object]) -> None:
@@ -296,26 +301,28 @@ class Road:
         """Fits the reward model."""
         out, before = self.root / fit_recipes.FACTORS, self._first.root / fit_recipes.FACTORS
         verb = Factorize(self.data, out, seed=self.options.seed, progress=self.options.progress)
-        self.step(verb if before == out else verb.of(Factors.open(before)), out)
+        self.step(verb if before == out else verb.of(Factors.open(before)))
 
-    def tilt(self, name: str, base: str, temperature: float | None = None) -> None:
+    def tilt(self, base: str, temperature: float | Literal["auto"] = "auto") -> bool:
         """Tilts a run or a baseline by the reward model, or by sequential rules where AUC says nothing of grades.
 
         Args:
-            name: of the tilted run.
-            base: what is tilted.
-            temperature: None = it is chosen, and nothing is written if none is better than the base.
+            base: what is tilted; the run is called ``tilted-BASE``.
+            temperature: auto = it is chosen, and nothing is written if none is better than the base.
+
+        Returns:
+            Whether there is a tilted run.
         """
-        out = self.root / RUNS / name
-        if self.plan.seconds_of(out) is not None:
-            return  # it was tried, and no temperature is better
-        cache = self.root / BASELINES if base in self.named else None
-        how: dict[str, Any] = {"k": self.options.k, "baseline_cache": cache, "baseline_options": self.baseline_options}
-        how["temperature"] = "auto" if temperature is None else temperature
-        if self.by_grades:
-            how["lower_bound"] = _LOWER_BOUND
-        by = self.root / fit_recipes.FACTORS if self.by_grades else PERSONAL if self.data.repeats else RULES
-        self.step(Tilt(self.path_of(base), by, self.data, out=out, **how), out / Run.FINISHED)
+        out = self.root / RUNS / f"{TILTED}{base}"
+        if self.plan.seconds_of(out) is None:  # else it was tried, and perhaps no temperature is better
+            cache = self.root / BASELINES_DIRECTORY if base in self.named else None
+            how: dict[str, Any] = {"k": self.options.k, "temperature": temperature}
+            how |= {"baseline_cache": cache, "baseline_options": self.baseline_options}
+            if self.by_grades:
+                how["lower_bound"] = _LOWER_BOUND
+            by = self.root / fit_recipes.FACTORS if self.by_grades else PERSONAL if self.data.repeats else RULES
+            self.step(Tilt(place_of(self.root, base), by, self.data, out=out, **how))
+        return out.exists()
 
     def again(self, data: Prepared) -> "Road":
         """The road on which a contender is made again: in ``final``, on other data, with this one's plan and clock.
@@ -341,9 +348,7 @@ class Road:
         if name.startswith(TILTED):
             base, run = name.removeprefix(TILTED), self._first.run_of(name)
             made = run is not None and self.remake(base) and (not self.by_grades or self.remake(fit_recipes.FACTORS))
-            if run is not None and made:
-                self.tilt(name, base, run.results["tilt/temperature"])
-            return made
+            return run is not None and made and self.tilt(base, run.results["tilt/temperature"] or "auto")
         recipe, changed = self._first._asked[name]
         needed = [one for one in (recipe.after, recipe.reward) if one is not None]
         return all(map(self.remake, needed)) and self.train(name, recipe, changed)
@@ -362,7 +367,7 @@ class Road:
             began = time.monotonic()
             self._measured[name] = self._validation.evaluate(self._contender(name))
             self.measuring_seconds += time.monotonic() - began
-            criterion = criterion_of([self._measured[name]], self._k)
+            criterion = criterion_of([self._measured[name]], self.k)
             value = self._measured[name].result.estimate(criterion)
             self.say(f"{name}: {criterion} {value.mean:.4f} ± {value.half_width:.4f}")
         return self._measured[name]
@@ -371,7 +376,7 @@ class Road:
         """Shows the list of one user by the best contender so far, long before the decision."""
         criterion = self.criterion
         best = max(self.measured, key=lambda one: one.result.estimate(criterion).mean).name
-        user, items = self._validation.one_list(self._contender(best), self._k)
+        user, items = self._validation.one_list(self._contender(best), self.k)
         name = self.data.table("users.parquet", ["user_id"]).column(0)[user].as_py()
         listed = ", ".join(map(str, self.data.item_ids().listed(np.array(items, np.int64))))
         self.say(f"a first list, by {best}, for user {name}: {listed or 'empty, as every item is in the past'}")
@@ -384,7 +389,7 @@ class Road:
     @property
     def criterion(self) -> str:
         """By which all contenders so far can be compared."""
-        return criterion_of(self.measured, self._k)
+        return criterion_of(self.measured, self.k)
 
     @property
     def propensity(self) -> PropensitySource | None:
@@ -393,53 +398,43 @@ class Road:
         return None if estimated is None else estimated.options.propensity
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether a user has a positive and another exposure: temperatures of tilts are chosen by them."""
-        metric = self.measured[0].result.per_user.get(CRITERION)
-        return metric is not None and bool(metric.isfinite().any())
-
-    @property
     def by_grades(self) -> bool:
-        """Whether policies are tilted by the reward model, and not by sequential rules."""
-        return self._first.graded and self._first.has_pairs
+        """Whether policies are tilted by the reward model, and not by sequential rules.
+
+        Its temperature is chosen by users with a positive and another exposure.
+        """
+        metric = self._first.measured[0].result.per_user.get(CRITERION)
+        return self._first.graded and metric is not None and bool(metric.isfinite().any())
 
     def value(self, name: str) -> float:
         """The criterion of a contender on the validation period."""
         return self.measure(name).result.estimate(self.criterion).mean
 
     @property
-    def _k(self) -> int:
+    def k(self) -> int:
+        """Length of the lists that are compared."""
         return min(self.options.k, self.data.num_items)
-
-    def path_of(self, name: str) -> Path | str:
-        """The directory of a contender, or its name if it has none."""
-        if name in self.named:
-            return name
-        return self.root / fit_recipes.FACTORS if name == fit_recipes.FACTORS else self.root / RUNS / name
-
-    def finished(self, name: str) -> bool:
-        """Whether the run of this name was written."""
-        return (self.root / RUNS / name / Run.FINISHED).is_file()
 
     def run_of(self, name: str) -> Run | None:
         """The run of this name; None of a baseline and of the reward model."""
-        return Run.open(self.root / RUNS / name) if self.finished(name) else None
+        root = self.root / RUNS / name
+        return Run.open(root) if (root / Run.FINISHED).is_file() else None
 
     def _contender(self, name: str) -> Contender:
         made = partial(baseline, data=self.data, options=self.baseline_options, cache=self._baseline_cache)
         options = ModelOptions(device=self.options.device)
-        (found,) = contenders_of([self.path_of(name)], self.data, [self.options.k], options, made)
+        (found,) = contenders_of([place_of(self.root, name)], self.data, [self.options.k], options, made)
         return found
 
     @property
     def _baseline_cache(self) -> BaselineCache:
-        return BaselineCache(self.root / BASELINES, self.root / BASELINES)
+        return BaselineCache(self.root / BASELINES_DIRECTORY, self.root / BASELINES_DIRECTORY)
 
     @cached_property
     def _validation(self) -> HeldOutPass:
         shown = self.options.progress
         value = self._off_policy
-        options = RankingOptions(split="valid", ks=[self._k], off_policy=value, segments=False, progress=shown)
+        options = RankingOptions(split="valid", ks=[self.k], off_policy=value, segments=False, progress=shown)
         return HeldOutPass.of(self.data, options, compute_device(self.options.device))
 
     @property
@@ -489,7 +484,7 @@ class Road:
         for name in (fit_recipes.PRETRAIN, fit_recipes.PRETRAIN_RANKING, fit_recipes.MPO, fit_recipes.MPO_MODEL):
             if name in wanted:
                 clock, recipe = _Clock(), fit_recipes.RECIPES[name]
-                options = {**self._options(recipe, start=probes / fit_recipes.PRETRAIN), **self._sized(recipe, 1.0)}
+                options = self.options_of(recipe, start=probes / fit_recipes.PRETRAIN)
                 options |= {"trainer.max_steps": _PROBE_STEPS, "trainer.limit_val_batches": 1}
                 try:
                     self._train(probes / name, self._files(recipe), options, [clock])
@@ -511,11 +506,13 @@ class Road:
             names.append(_WITH_FEATURES)
         return [configurations() / f"{name}.yaml" for name in names]
 
-    def options_of(self, recipe: fit_recipes.Recipe) -> dict[str, Any]:
-        """The options of a recipe that differ from its configurations, by dotted name."""
-        return {**self._options(recipe), **self._sized(recipe)}
+    def options_of(self, recipe: fit_recipes.Recipe, start: Path | None = None) -> dict[str, Any]:
+        """The options of a recipe that differ from its configurations, by dotted name.
 
-    def _options(self, recipe: fit_recipes.Recipe, start: Path | None = None) -> dict[str, Any]:
+        Args:
+            recipe: what is trained; at its full length, while no effort is decided.
+            start: the run that it starts from; None = that of ``recipe.after``.
+        """
         options: dict[str, Any] = {"data.prepared": self.data.root, "seed": self.options.seed}
         options["data.seed"] = self.options.seed
         if recipe.after is not None:
@@ -532,15 +529,15 @@ class Road:
         if recipe.reward == fit_recipes.REWARD_MODEL:
             arguments = {"run": str(self.root / RUNS / fit_recipes.REWARD_MODEL), "calibrated": False}
             options["reward"] = json.dumps({"class_path": "LearnedReward", "init_args": arguments})
-        return {**options, **recipe.changed}
+        return {**options, **recipe.changed, **self._sized(recipe)}
 
-    def _sized(self, recipe: fit_recipes.Recipe, effort: float | None = None) -> dict[str, Any]:
+    def _sized(self, recipe: fit_recipes.Recipe) -> dict[str, Any]:
         """The options that follow from the size of the log and the budget."""
         if recipe.sizes is None:
             return {}
         counts = counts_of(self.data)
         sizes = sizes_of(recipe.sizes, counts)
-        share = (self.plan.effort or 1.0) if effort is None else effort
+        share = self.plan.effort or 1.0
         options: dict[str, Any] = {"data.batch_size": sizes.batch_size, "trainer.max_epochs": sizes.epochs}
         if recipe.after is None:
             options |= {"policy.init_args.dim": sizes.dim, "policy.init_args.max_history": sizes.max_history}

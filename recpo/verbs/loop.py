@@ -23,7 +23,7 @@ from recpo.evaluation.html_report.svg import Figure
 from recpo.serving.bundle import Bundle
 from recpo.verbs.loop_rounds import BUNDLE, SEEDS_PER_LOOP, Round, RoundOptions, make_round, round_directory
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of, resumable_directory
-from recpo.worlds.replay import Replayed
+from recpo.worlds.replay import validate_files
 
 LOOP: Final = "loop.json"
 REPORT: Final = "report.html"
@@ -146,7 +146,7 @@ class Loop(RoundOptions, WritingVerb[LoopResult]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Replayed(self.world, self.matrix).validate("loop")
+        validate_files("loop", self.world, {"matrix": self.matrix})
         validate_range(self.seed <= _MAX_SEED, "seed", f"must be at most {_MAX_SEED}", self.seed)
         rule = f"must be at least {_LEAST_DAYS}: train, validation, test"
         validate_range(self.days >= _LEAST_DAYS, "days", rule, self.days)

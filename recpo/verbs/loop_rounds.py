@@ -295,8 +295,9 @@ def _prepared(out: Path, days: Sequence[Simulation], last_day: int, options: Rou
 def _bundle(out: Path, run: Run, truth: Truth, options: RoundOptions) -> Bundle:
     if kind_of(out) == "bundle":
         return Bundle.open(out)
-    shortlist = 1 if options.exploration is None else options.exploration.shortlist
-    longest = max(_LEAST_K, options.k, shortlist, truth.preferences.parameters.request_size)
+    longest = max(
+        _LEAST_K, options.k, (options.exploration or BEST).shortlist, truth.preferences.parameters.request_size
+    )
     export(run, out=out, k=longest, repeats=options.repeat_after is not None, trust=options.trust)
     return Bundle.open(out)
 
@@ -308,7 +309,7 @@ def _evaluation(out: Path, bundle: Bundle, data: Prepared, world: Simulation, op
     ks = list(dict.fromkeys([k, size]))
     return evaluate(
         data,
-        [as_served(bundle, data, options.exploration, size, ks)],
+        [as_served(bundle, data, options.exploration or BEST, size, ks)],
         out=out,
         ks=ks,
         repeats=options.repeat_after is not None,
@@ -435,7 +436,7 @@ class NextEstimate:
         return None
 
 
-def as_served(bundle: Bundle, data: Prepared, exploration: Exploration | None, size: int, ks: list[int]) -> Contender:
+def as_served(bundle: Bundle, data: Prepared, exploration: Exploration, size: int, ks: list[int]) -> Contender:
     """The bundle as a contender whose log-probabilities are those of its slates, including exploration.
 
     The target ``policy`` of the off-policy values is therefore an item at a random place of a slate as it will be
@@ -445,16 +446,15 @@ def as_served(bundle: Bundle, data: Prepared, exploration: Exploration | None, s
     Args:
         bundle: the bundle that serves next.
         data: prepared log with the bundle's items.
-        exploration: how slates are drawn; None = the best items in order.
+        exploration: how slates are drawn.
         size: items of a slate.
         ks: list lengths of the evaluation.
     """
     (plain,) = contenders_of([bundle], data, ks)
-    served = BEST if exploration is None else exploration
 
     def load() -> Loaded:
         loaded = plain.load()
-        slates = _Slates(loaded.recommender, bundle, served, min(size, data.num_items))
+        slates = _Slates(loaded.recommender, bundle, exploration, min(size, data.num_items))
         recommender = Recommender(slates.recommend, slates.log_prob, NEXT, scores_are_logp=True)
         return loaded._replace(recommender=recommender)
 

@@ -84,10 +84,10 @@ class Prepare(Preparation, EngineOptions, WritingVerb[Prepared]):
         """Checks the whole log, then writes the directory."""
         place, choice = fspath(self.out), self.part(Preparation)
         items, users = (
-            None if table is None else _source(table, what)
+            None if table is None else source_of(table, what)
             for what, table in (("items", self.items), ("users", self.users))
         )
-        sources = Sources(_source(self.log, "log"), items, users)
+        sources = Sources(source_of(self.log, "log"), items, users)
         output = Output(place, self.part(EngineOptions), self.work, self.overwrite, self.progress)
         if self.extends is not None:
             kept = Prepared.open(self.extends)
@@ -128,7 +128,7 @@ def _item_ids(given: list[int] | list[str] | str | Path, data: Prepared) -> list
     return ids
 
 
-def _source(log: str | Path | Sequence[str | Path] | Frame, what: str) -> list[str] | pa.Table:
+def source_of(log: str | Path | Sequence[str | Path] | Frame, what: str) -> list[str] | pa.Table:
     """Names of files, or the table of a frame."""
     if isinstance(log, str | PathLike):
         return [fspath(log)]

@@ -25,8 +25,8 @@ from recpo.verbs.verb import WritingVerb, function_of
 from recpo.worlds.log import ServedDays, Simulation, write_simulation
 from recpo.worlds.next_days import Shown, write_next_days
 from recpo.worlds.parameters import SimulationParameters, World
-from recpo.worlds.preferences import IntArray, Preferences
-from recpo.worlds.replay import Replayed, RewardMatrix
+from recpo.worlds.preferences import ITEM_TABLE, USER_TABLE, IntArray, Preferences
+from recpo.worlds.replay import RewardMatrix, presets_of, validate_files
 from recpo.worlds.truth import Truth
 
 BEST = Exploration(temperature=0.0, epsilon=0.0, shortlist=1)  # the best items in order, each with propensity 1 / n
@@ -53,7 +53,7 @@ class WorldOptions(SimulationParameters):
     @classmethod
     def presets(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The parameters of the named world."""
-        return Replayed.of(given).presets
+        return presets_of(given.get("world", "default"), given.get("matrix"))
 
 
 @dataclass(frozen=True)
@@ -117,24 +117,25 @@ class Simulate(WorldOptions, WritingVerb[Simulation]):
                     field=name,
                     code="missing_option",
                 )
-        replayed, parameters = Replayed.of(vars(self)), self.part(SimulationParameters)
-        replayed.validate("simulate")
+        parameters = self.part(SimulationParameters)
+        validate_files("simulate", self.world, self._files)
+        tables = {ITEM_TABLE: self.item_table, USER_TABLE: self.user_table}
         matrix = None if self.matrix is None else RewardMatrix.read(self.matrix)
         return write_simulation(
             Preferences.draw(parameters) if matrix is None else matrix.preferences(parameters),
             Path(self.out),
             world=self.world,
-            tables=replayed.tables,
+            tables={name: Path(file) for name, file in tables.items() if file is not None},
             overwrite=self.overwrite,
             progress=self.progress,
         )
 
     def _serve(self, policy: Path | str | Bundle, worlds: Sequence[Simulation]) -> Simulation:
         self._validate_world(worlds[0])
-        Replayed.of({**vars(self), "world": "default"}).validate("simulate")  # the world that continues has its files
+        validate_files("simulate", "default", self._files)  # the world that continues has its files
         bundle = policy if isinstance(policy, Bundle) else Bundle.open(policy)
         users = None if worlds[0].users is None else pq.read_table(worlds[0].users)
-        service = BundleService(bundle, self.exploration, users)
+        service = BundleService(bundle, self.exploration or BEST, users)
         service.validate(worlds[0].truth, self.repeat_after)
         who = {
             "bundle": bundle.root.resolve().name,
@@ -152,6 +153,10 @@ class Simulate(WorldOptions, WritingVerb[Simulation]):
             progress=self.progress,
             inputs=[bundle.root],
         )
+
+    @property
+    def _files(self) -> dict[str, Path | str | None]:
+        return {"matrix": self.matrix, "item_table": self.item_table, "user_table": self.user_table}
 
     def _validate_world(self, stands: Simulation) -> None:
         """The parameters of an existing world cannot change; those of its next days can."""
@@ -189,12 +194,12 @@ class BundleService:
 
     Attributes:
         bundle: ranks items. It skips the items of the histories unless it may repeat items.
-        exploration: how slates are drawn; None = the best items in their order.
+        exploration: how slates are drawn.
         users: the world's table of users, for a policy that reads their features; None = the world has none.
     """
 
     bundle: Bundle
-    exploration: Exploration | None = None
+    exploration: Exploration = BEST
     users: pa.Table | None = None
 
     def validate(self, truth: Truth, repeat_after: float | None = None) -> None:
@@ -225,7 +230,7 @@ class BundleService:
                 field="items",
             )
         size = min(truth.preferences.parameters.request_size, len(items))
-        needed = size if self.exploration is None else max(size, min(self.exploration.shortlist, len(items)))
+        needed = max(size, min(self.exploration.shortlist, len(items)))
         if bundle.k < needed:
             raise RecpoError(
                 f"simulate: {bundle.root} lists {bundle.k} items, exploration or a request needs {needed}: export with "
@@ -268,8 +273,7 @@ class BundleService:
         generator: np.random.Generator,
     ) -> Shown:
         """See ``ShowSlates``."""
-        bundle, longest = self.bundle, int(sizes.max())
-        exploration = BEST if self.exploration is None else self.exploration
+        bundle, exploration, longest = self.bundle, self.exploration, int(sizes.max())
         width = min(max(longest, exploration.shortlist), bundle.k)
         found = Shown(
             item_ids=np.zeros((len(sizes), longest), np.int64),

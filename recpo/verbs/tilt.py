@@ -107,6 +107,12 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             )
         for one in self._temperatures:
             validate_temperature(one)
+        if self.lower_bound and self._by_baseline:
+            raise RecpoError(
+                f"{self.factors} gives scores without standard deviations: leave lower_bound out, or name factors",
+                code="unused_option",
+                field="lower_bound",
+            )
 
     @property
     def _temperatures(self) -> Sequence[float]:
@@ -121,9 +127,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
 
     def execute(self) -> tilting.TiltResult:
         """Tries every temperature on the validation period, then writes the run."""
-        given = self.prepared
-        data = Prepared.open(given) if isinstance(given, str | Path) else given
-        factors = self._factors(data)
+        data, named = None if self.prepared is None else Prepared.open(self.prepared), self.factors
+        factors = None if self._by_baseline else named if isinstance(named, Factors) else Factors.open(named)
         base = self._base(data, factors)
         by = self._by(data, factors)
         used: tilting.Criterion | None = None
@@ -141,27 +146,13 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             tilting.write_tilted(target, by.to(torch.device("cpu"))(base.policy.cpu(), chosen), base, by, result, data)
         return replace(result, run=Run.open(self.out, self.trust))
 
-    def _factors(self, data: Prepared | None) -> Factors | None:
-        """The factors; None = a baseline is named, which can be fitted."""
-        named = self.factors
-        if not self._by_baseline:
-            return named if isinstance(named, Factors) else Factors.open(named)
-        self._for_baseline(str(named), data)
-        if self.lower_bound:
-            raise RecpoError(
-                f"{named} gives scores without standard deviations: leave lower_bound out, or name factors",
-                code="unused_option",
-                field="lower_bound",
-            )
-        return None
-
     def _by(self, data: Prepared | None, factors: Factors | None) -> tilting.ByFactors | tilting.ByBaseline:
         """What tilts."""
         if factors is not None:
             return tilting.ByFactors(factors, self.candidates, self.lower_bound)
         named = str(self.factors)
-        known = self._for_baseline(named, data)
-        served = served_baseline(named, known, self.baseline_cache, self.baseline_options)
+        data = self._for_baseline(named, data)
+        served = served_baseline(named, data, self.baseline_cache, self.baseline_options)
         return tilting.ByBaseline(named, served.policy.eval(), served.configuration, self.candidates)
 
     def _base(self, data: Prepared | None, factors: Factors | None) -> tilting.TiltBase:

@@ -86,7 +86,7 @@ class ServedDays:
         exploration: options of ``recpo.Exploration``; None = the best items in their order.
         seed: seed of sessions, draws and feedback.
         days: the reports, in the order of the days.
-        repeat_after: days after which an item may be shown to a user again; None = never.
+        repeat_after: days (of 24 hours) after which an item may be shown to a user again; None = never.
     """
 
     policy: Mapping[str, Any]

@@ -136,9 +136,7 @@ def write_next_days(
     ) as partial:
         past = pa.concat_tables([pq.read_table(world.log, schema=SCHEMA) for world in worlds])
         numbers = range(first, first + days)
-        events, reports = serve_days(
-            truth, past, show, days=numbers, seed=how.seed, repeat_after=how.repeat_after, progress=progress
-        )
+        events, reports = serve_days(truth, past, show, how, days=numbers, progress=progress)
         truth.save(partial / "truth")
         write_side_information(truth.preferences, partial, numbers[-1])
         for table in (worlds[0].items, worlds[0].users) if truth.preferences.replays else ():
@@ -182,10 +180,9 @@ def serve_days(
     truth: Truth,
     past: pa.Table,
     show: ShowSlates,
+    how: ServedDays,
     *,
     days: Sequence[int],
-    seed: int = 0,
-    repeat_after: float | None = None,
     progress: bool = False,
 ) -> tuple[pa.Table, list[DayReport]]:
     """Serves consecutive days.
@@ -197,25 +194,22 @@ def serve_days(
         truth: truth of the world.
         past: the complete log so far.
         show: the policy.
+        how: how it serves: other seeds give other days of the same world, and the oracle repeats items as it does.
         days: numbers of the days to serve.
-        seed: seed of sessions, draws and feedback; other seeds give other days of the same world.
-        repeat_after: days (of 24 hours) after which an item may be shown to a user again; None = never. The oracle
-            follows the same rule.
         progress: show a progress bar on a terminal.
 
     Returns:
         The new rows of the log, sorted by user and time, and a report of every day.
     """
     served, reports = [SCHEMA.empty_table()], []
-    parameters = truth.preferences.parameters
     with tqdm(unit="request", desc="simulate", disable=None if progress else True) as bar:
         for day in days:
-            key = np.random.SeedSequence([parameters.seed, seed], spawn_key=(_SERVED_STREAM, day))
+            key = np.random.SeedSequence([truth.preferences.parameters.seed, how.seed], spawn_key=(_SERVED_STREAM, day))
             generator = np.random.default_rng(key)
             requests = plan_day(truth.preferences, day, generator)
             bar.reset(total=len(requests.user_row))
             so_far = _sorted(pa.concat_tables([past, *served]))
-            events, report = _serve_day(truth, so_far, show, requests, day, repeat_after, generator, bar)
+            events, report = _serve_day(truth, so_far, show, requests, day, how.repeat_after, generator, bar)
             served.append(events)
             reports.append(report)
     return _sorted(pa.concat_tables(served)), reports

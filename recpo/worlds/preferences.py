@@ -277,7 +277,8 @@ class LoggingPolicy(NamedTuple):
     Attributes:
         random_share: probability of a uniformly random exposure.
         available: ``[A]`` rows of the items that can be shown, ascending.
-        uniform: ``[V]`` float64, probability of a uniformly random exposure of the item: ``random_share / A``, or 0.
+        uniform: ``[U, V]`` float64, probability of a uniformly random exposure: ``random_share`` divided by the number
+            of items that can be shown, or 0; a view of one row where it is equal for all users.
         topic: ``[V]`` topic of each item.
         topic_probability: ``[U, T]`` float64; empty topics have 0.
         share_of_topic: ``[V]`` float64, the item's probability within its topic, 0 if it cannot be shown.
@@ -285,7 +286,7 @@ class LoggingPolicy(NamedTuple):
         topic_end: ``[T]`` where each topic ends in ``by_topic``.
         cumulative: ``[A]`` float64, topic number + cumulative share of topic, in the order of ``by_topic``.
         known: ``[U, V]`` bool, the items that can be shown to each user of a world that replays rewards: those whose
-            reward is known. Uniformly random exposures are over them too. None = the same items for all users.
+            reward is known. None = the same items for all users.
     """
 
     random_share: float
@@ -318,35 +319,31 @@ class LoggingPolicy(NamedTuple):
         total = np.cumsum(share[by_topic])
         end = np.cumsum(size)
         before = np.concatenate([[0.0], total])[(end - size)[topic[by_topic]]]
+        known = None if users.rewards is None else ~np.isnan(users.rewards)
+        shown = exists[None] if known is None else known
+        uniform = parameters.random_share * shown / np.maximum(1, shown.sum(axis=1))[:, None]
         return cls(
             random_share=parameters.random_share,
             available=available,
-            uniform=np.where(exists, parameters.random_share / max(1, len(available)), 0.0),
+            uniform=np.broadcast_to(uniform, (len(users.user_id), len(topic))),
             topic=topic,
             topic_probability=probability / probability.sum(axis=1, keepdims=True),
             share_of_topic=share,
             by_topic=by_topic,
             topic_end=end,
             cumulative=topic[by_topic] + np.minimum(total - before, 1.0),
-            known=None if users.rewards is None else ~np.isnan(users.rewards),
+            known=known,
         )
 
     def propensity(self, user_rows: IntArray, item_rows: IntArray) -> FloatArray:
         """Marginal probabilities ``[N, k]`` of items ``[N, k]`` under both parts of the mixture."""
         chosen = self.topic_probability[user_rows[:, None], self.topic[item_rows]] * self.share_of_topic[item_rows]
-        if self.known is None:
-            return self.uniform[item_rows] + (1 - self.random_share) * chosen
-        size = self.known[user_rows].sum(axis=1)[:, None]
-        uniform = self.random_share * self.known[user_rows[:, None], item_rows] / size
-        return np.asarray(uniform + (1 - self.random_share) * chosen)
+        return self.uniform[user_rows[:, None], item_rows] + (1 - self.random_share) * chosen
 
     def propensity_of_all(self, user_rows: IntArray) -> FloatArray:
         """Marginal probabilities ``[N, V]`` of the whole catalog; every row sums to 1."""
         chosen = self.topic_probability[user_rows][:, self.topic] * self.share_of_topic
-        if self.known is None:
-            return self.uniform + (1 - self.random_share) * chosen
-        known = self.known[user_rows]
-        return np.asarray(self.random_share * known / known.sum(axis=1)[:, None] + (1 - self.random_share) * chosen)
+        return self.uniform[user_rows] + (1 - self.random_share) * chosen
 
     def sample(self, user_rows: IntArray, rng: np.random.Generator) -> tuple[IntArray, NDArray[np.bool_]]:
         """One independent exposure for each of ``user_rows [N]``: item rows ``[N]`` and whether they are random."""

@@ -27,7 +27,7 @@ Rewards and the logger's estimates are dense ``[U, V]`` arrays in memory and in 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 import pyarrow as pa
@@ -37,17 +37,7 @@ import pyarrow.parquet as pq
 from recpo.base.errors import RecpoError
 from recpo.base.frames import require_columns
 from recpo.worlds.parameters import WORLDS, LifeParameters, SimulationParameters
-from recpo.worlds.preferences import (
-    ITEM_TABLE,
-    USER_TABLE,
-    FloatArray,
-    IntArray,
-    Items,
-    Preferences,
-    Users,
-    draw_activity,
-    draw_durations,
-)
+from recpo.worlds.preferences import FloatArray, IntArray, Items, Preferences, Users, draw_activity, draw_durations
 
 REPLAY: Final = "replay"
 EVENTS_PER_USER: Final = 20
@@ -160,65 +150,43 @@ class RewardMatrix:
                 raise RecpoError(message, code="conflicting_options", field=name)
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The files of a world that replays rewards, options of the verbs that make one.
+def presets_of(world: str, matrix: Path | str | None) -> Mapping[str, float]:
+    """The parameters from which a world starts, with the file of rewards if it replays them; of an unknown one none."""
+    if world == REPLAY and matrix is not None:
+        return RewardMatrix.read(matrix).presets()
+    return WORLDS.get(world, {})  # type: ignore[call-overload]  # a name that is checked later
 
-    Attributes:
+
+def validate_files(verb: str, world: str, files: Mapping[str, Path | str | None]) -> None:
+    """Checks that the files that a verb was given fit the world and each other.
+
+    Args:
+        verb: its name.
         world: preset of parameters.
-        matrix: file of rewards; only and always with the world ``replay``.
-        item_table: Parquet file with the column item_id and features of the items, None = none.
-        user_table: the same for user_id.
+        files: by option: ``matrix``, and ``item_table`` and ``user_table`` if the verb has them; None = not given.
+
+    Raises:
+        RecpoError: there is no such world; the world replays rewards and has no matrix, or a file is given for another
+            world; or a table is not readable or lacks its key.
     """
-
-    world: str
-    matrix: Path | str | None = None
-    item_table: Path | str | None = None
-    user_table: Path | str | None = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The files among the ``given`` options of a verb."""
-        named = {name: given.get(name) for name in ("matrix", *_TABLE_KEYS)}
-        return cls(given.get("world", "default"), **named)
-
-    @property
-    def presets(self) -> Mapping[str, float]:
-        """The parameters from which the world starts; of an unknown one none."""
-        if self.world == REPLAY and self.matrix is not None:
-            return RewardMatrix.read(self.matrix).presets()
-        return WORLDS.get(self.world, {})  # type: ignore[call-overload]  # a name that is checked later
-
-    @property
-    def tables(self) -> dict[str, Path]:
-        """The files to copy, by their names in a simulation."""
-        files = {ITEM_TABLE: self.item_table, USER_TABLE: self.user_table}
-        return {name: Path(file) for name, file in files.items() if file is not None}
-
-    def validate(self, verb: str) -> None:
-        """Checks that the files fit the world and each other.
-
-        Raises:
-            RecpoError: there is no such world; the world replays rewards and has no matrix, or a file is given for
-                another world; or a table is not readable or lacks its key.
-        """
-        if self.world not in WORLDS:
-            message = f"{verb}: world is {self.world!r}, expected one of {', '.join(WORLDS)}"
-            raise RecpoError(message, code="unknown_name", field="world")
-        if self.world == REPLAY and self.matrix is None:
-            message = (
-                f"{verb}: world is {REPLAY} and matrix is None, expected a Parquet file with the columns "
-                f"{', '.join(_COLUMNS)}"
-            )
-            raise RecpoError(message, code="missing_option", field="matrix")
-        for name in ("matrix", *_TABLE_KEYS):
-            if self.world != REPLAY and getattr(self, name) is not None:
-                message = f"{verb}: {name} is given and world is {self.world}: only the world {REPLAY} reads it"
-                raise RecpoError(message, code="conflicting_options", field=name)
-        for name, key in _TABLE_KEYS.items():
-            if (file := getattr(self, name)) is not None and key not in (found := _read(Path(file), name)).column_names:
-                message = f"{file} has no column {key}, only {', '.join(found.column_names)}"
-                raise RecpoError(message, code="missing_column", field=name)
+    if world not in WORLDS:
+        message = f"{verb}: world is {world!r}, expected one of {', '.join(WORLDS)}"
+        raise RecpoError(message, code="unknown_name", field="world")
+    if world == REPLAY and files["matrix"] is None:
+        message = (
+            f"{verb}: world is {REPLAY} and matrix is None, expected a Parquet file with the columns "
+            f"{', '.join(_COLUMNS)}"
+        )
+        raise RecpoError(message, code="missing_option", field="matrix")
+    given = {name: file for name, file in files.items() if file is not None}
+    for name in given if world != REPLAY else ():
+        message = f"{verb}: {name} is given and world is {world}: only the world {REPLAY} reads it"
+        raise RecpoError(message, code="conflicting_options", field=name)
+    for name, file in given.items():
+        key = _TABLE_KEYS.get(name)
+        if key is not None and key not in (found := _read(Path(file), name)).column_names:
+            message = f"{file} has no column {key}, only {', '.join(found.column_names)}"
+            raise RecpoError(message, code="missing_column", field=name)
 
 
 def _read(file: Path, option: str) -> pa.Table:

@@ -252,9 +252,9 @@ def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_tilted_b
     road = road_of(data.root, tmp_path)
     road.measure("popularity")
     assert road.criterion == "NDCG@5"
-    assert (road.graded, road.has_pairs) == (True, False)
-    monkeypatch.setattr(Road, "step", lambda self, verb, *places: tilts.append(verb))
-    road.tilt("tilted-pretrain", "pretrain")
+    assert (road.graded, road.by_grades) == (True, False)
+    monkeypatch.setattr(Road, "step", lambda self, verb: tilts.append(verb))
+    assert not road.tilt("pretrain")
     assert [one.factors for one in tilts] == ["sequential_rules"]
 
 

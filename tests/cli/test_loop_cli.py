@@ -23,6 +23,7 @@ from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
 from recpo.verbs.loop import LoopResult
 from recpo.verbs.loop_rounds import (
+    BEST,
     NEXT,
     ListValue,
     NextEstimate,
@@ -99,7 +100,7 @@ def made_loop(root, rounds=()):
 @pytest.mark.slow
 def test_the_value_of_the_best_items_as_served_is_that_of_the_bundles_lists(road):
     data, bundle = Prepared.open(road / "prepared"), Bundle.open(road / "bundle")
-    own = recpo.evaluate(data, [as_served(bundle, data, None, 6, [6])], ks=[6], segments=False)
+    own = recpo.evaluate(data, [as_served(bundle, data, BEST, 6, [6])], ks=[6], segments=False)
     plain = recpo.evaluate(data, [bundle], ks=[6], segments=False)
     served, listed = value_of(own, NEXT, "policy"), value_of(plain, "bundle", "top_6")
     for name in ("value", "effective_sample_size", "rows"):

@@ -271,4 +271,4 @@ def test_a_policy_serves_the_days_on_which_more_items_are_born(world, tmp_path):
 def test_a_policy_that_shows_items_of_the_future_is_refused(world):
     past = pq.read_table(world.log)
     with refused("mismatch", "policy"):
-        serve_days(world.truth, past, best_of(world.truth, 14.0, unborn=True), days=[14])
+        serve_days(world.truth, past, best_of(world.truth, 14.0, unborn=True), ServedDays({}, None, 0), days=[14])
