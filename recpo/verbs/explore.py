@@ -23,7 +23,7 @@ from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of, validate_factors
 from recpo.verbs.fit import Decision
 from recpo.verbs.fit_recipes import FACTORS
-from recpo.verbs.fit_road import PREPARED, place_of
+from recpo.verbs.fit_road import place_of
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of
 
 _STATIC_USERS: Final = 50
@@ -97,7 +97,7 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
         if isinstance(source, str | Path):
             source = Decision.open(source) if kind_of(source) == "decision" else Prepared.open(source)
         decision = source if isinstance(source, Decision) else None
-        data = source if isinstance(source, Prepared) else Prepared.open(source.root / PREPARED)
+        data = source if isinstance(source, Prepared) else source.prepared
         catalog = Catalog(data, self)
         codes = None if self.codes is None else Codes.open(self.codes)
         if codes is not None and codes.catalog_checksum != data.catalog_checksum:

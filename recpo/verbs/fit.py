@@ -64,7 +64,7 @@ class Decision(Artifact):
     """
 
     kind: ClassVar = "decision"
-    version: ClassVar = 1
+    version: ClassVar = 2
     made_by: ClassVar = "recpo fit"
 
     root: Path
@@ -93,6 +93,12 @@ class Decision(Artifact):
     def commands(self) -> list[str]:
         """The commands that repeat every step by hand, in order."""
         return [step["command"] for step in self.facts["steps"]]
+
+    @property
+    def prepared(self) -> Prepared:
+        """The prepared data that it was decided on: its own, or those that were given."""
+        given = self.facts["prepared"]
+        return Prepared.open(self.root / fit_road.PREPARED if given is None else given)
 
     @property
     def bundle(self) -> Bundle:
@@ -353,6 +359,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "gain": as_json(choice.gain),
             "p_value": choice.p_value,
             "leaderboard": rows,
+            "prepared": _outside(road),
             "understood": understood,
             "advice": advice,
             "warnings": [*advice, *evaluation.warnings],
@@ -365,6 +372,14 @@ class Fit(RoadOptions, WritingVerb[Decision]):
             "seed": self.seed,
             "steps": road.plan.steps,
         }
+
+
+def _outside(road: Road) -> str | None:
+    """Where the prepared data are; None = in the directory of the fit, which may be moved."""
+    root = road.data.root
+    if root == road.root / fit_road.PREPARED:
+        return None
+    return str(root.absolute() if isinstance(root, Path) else root)
 
 
 def _temperature(run: Run | None) -> float | None:

@@ -67,3 +67,11 @@ def test_a_table_without_the_items_shows_ids(road, tmp_path):
     )
     assert isinstance(written, Path)
     assert "none</a>" not in written.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_fit_of_data_that_were_prepared_before_is_explored(prepared, tmp_path, pretrained_alone):
+    decision = recpo.fit(prepared, tmp_path / "fit", minutes=0.05)
+    assert decision.prepared.root == Path(prepared).absolute()
+    page = recpo.explore(tmp_path / "fit", static=tmp_path / "page.html", users=20)
+    assert decision.chosen in page.read_text(encoding="utf-8")
