@@ -8,7 +8,7 @@ import codecs
 import csv
 import io
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from recpo.base.errors import RecpoError
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.log.locations import Place, writable
-from recpo.log.schema import Example, Fault, LogColumns
+from recpo.log.schema import Example, Fault, FlagColumn, LogColumns, name_of
 
 #: text files that are found in directories
 SUFFIXES: Final = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".inter", ".inter.gz")
@@ -94,10 +94,13 @@ def is_text_file(path: Place) -> bool:
 
 @dataclass
 class _ColumnFacts:
-    """Counts the kinds of values of one column over a file. Words are what no number, flag or numeric id is."""
+    """Counts the kinds of values of one column over a file. Words are what no number, flag or numeric id is.
 
-    takes_flags: bool
-    is_id: bool = False
+    Attributes:
+        column: its standard name, which tells whether it has ids or flags.
+    """
+
+    column: str
     values: int = 0
     whole: int = 0
     numbers: int = 0
@@ -111,10 +114,10 @@ class _ColumnFacts:
         whole = pc.fill_null(pc.match_substring_regex(text, _WHOLE), False)
         number = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _NUMBER), False))
         flag = pc.or_(pc.is_in(text, _TRUE), pc.is_in(text, _FALSE))
-        if self.is_id:
+        if self.column in _IDS:
             expected = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _ZERO_LED), False))
         else:
-            expected = pc.or_(number, flag) if self.takes_flags else number
+            expected = pc.or_(number, flag) if _takes_flags(self.column) else number
         word = pc.and_not(known, expected)
         for name, found in {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word}.items():
             setattr(self, name, getattr(self, name) + found.true_count)
@@ -124,17 +127,16 @@ class _ColumnFacts:
 
 
 def csv_to_parquet(
-    path: Place, staged: Place, mapping: Mapping[str, str], form: CsvFormat, flags: Collection[str]
+    path: Place, staged: Place, sources: Mapping[str, str | FlagColumn], form: CsvFormat
 ) -> tuple[list[str], list[Fault], list[int], list[str]]:
-    """Writes the columns of a CSV file that a mapping names to a Parquet file.
+    """Writes some columns of a CSV file to a Parquet file.
 
     Args:
         path: the file; UTF-8, may be compressed with gzip.
         staged: the Parquet file to write.
-        mapping: standard name -> name in the log.
+        sources: standard name -> name in the log, or flag that is read from values: its column is kept as texts, unless
+            another standard column reads numbers from it.
         form: its delimiter, and its column names if it has no header line.
-        flags: standard names of flags that are read from values: their columns are kept as texts, unless another
-            standard column reads numbers from them.
 
     Returns:
         The file's column names; faults (rows with too few or too many values, text in columns of numbers); the numbers
@@ -144,9 +146,10 @@ def csv_to_parquet(
         RecpoError: the file is not in UTF-8, or has no line of names.
     """
     names = header(path, form)
-    used = {column: name for column, name in mapping.items() if names.count(name) == 1}
+    used = {column: name for column, one in sources.items() if names.count(name := name_of(one)) == 1}
+    flags = {column for column in used if isinstance(sources[column], FlagColumn)}
     reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}), form)
-    facts = {name: _ColumnFacts(_takes_flags(column), column in _IDS) for column, name in used.items()}
+    facts = {name: _ColumnFacts(column) for column, name in used.items()}
     row = 0
     for batch in reader.batches():
         for name in facts:
@@ -201,7 +204,7 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
     size = 0
     for name, column in zip(names, text.columns, strict=True):
         values = column.combine_chunks()
-        facts = _ColumnFacts(takes_flags=True)
+        facts = _ColumnFacts(FEATURE)
         facts.add(pc.utf8_trim_whitespace(values), 0)
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
         columns.setdefault(name, _cast(values, _kind(FEATURE, facts)))

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
-from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, name_of, validate_flag
+from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, validate_flag
 
 TableSide = Literal["item", "user"]
 #: Prefix of event columns for behaviors and request features while a log is prepared.
@@ -118,11 +118,6 @@ def _validate_behaviors(behaviors: Mapping[str, str | FlagColumn], context: tupl
             )
 
 
-def behaviors_to_json(behaviors: Mapping[str, str | FlagColumn]) -> dict[str, Any]:
-    """Behaviors and their columns, for the manifest."""
-    return {name: one if isinstance(one, str) else one.to_json() for name, one in behaviors.items()}
-
-
 def or_map_values(column: str, name: str) -> str:
     """The remedy for texts in a column that is wanted as a flag, for messages; empty for all other columns.
 
@@ -220,17 +215,13 @@ class EventColumns:
         _validate_behaviors(named, context)
         return cls(named, context, frozenset(chosen))
 
-    def named(self) -> dict[str, str]:
-        """Name while the log is prepared -> name in the log."""
-        behaviors = {BEHAVIOR + name: name_of(column) for name, column in self.behaviors.items()}
+    def sources(self) -> dict[str, str | FlagColumn]:
+        """Name while the log is prepared -> name in the log, or flag that is read from values."""
+        behaviors = {BEHAVIOR + name: column for name, column in self.behaviors.items()}
         return behaviors | {CONTEXT + feature.name: feature.source for feature in self.context}
 
-    def flags(self) -> dict[str, FlagColumn]:
-        """Name while the log is prepared -> the flag that is read from values, for every such behavior."""
-        return {BEHAVIOR + name: one for name, one in self.behaviors.items() if isinstance(one, FlagColumn)}
-
     def among(self, columns: Mapping[str, str]) -> EventColumns:
-        """The columns that a log has, by the names of ``named``."""
+        """The columns that a log has, by the names of ``sources``."""
         behaviors = {name: column for name, column in self.behaviors.items() if BEHAVIOR + name in columns}
         context = tuple(feature for feature in self.context if CONTEXT + feature.name in columns)
         return EventColumns(behaviors, context, self.chosen)

@@ -23,7 +23,7 @@ from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine, copy_columns
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
 from recpo.log.locations import Location, Place, locate, readable
-from recpo.log.schema import Columns, Fault, FlagColumn, LogColumns
+from recpo.log.schema import Columns, Fault, FlagColumn, LogColumns, name_of
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
 #: columns that the engines add when they read files
@@ -164,9 +164,10 @@ def open_log(
         The log, and the faults of its files and columns. If there are faults, the log is as complete as possible.
     """
     files, empty, schemas = [], [], []
-    wanted, flags = mapping.named() | more.named(), mapping.flags() | more.flags()
+    sources = mapping.sources() | more.sources()
+    wanted = {column: name_of(source) for column, source in sources.items()}
     needed = {*mapping.required, *chosen.named(), *more.chosen}
-    opened, faults = open_files(paths, wanted, work, "log", form, flags)
+    opened, faults = open_files(paths, sources, work, "log", form)
     for file, rows, schema in opened:
         schemas.append((file.shown, schema))
         is_readable = bool(set(wanted.values()) & set(schema.names))  # else its rows were not counted
@@ -182,34 +183,32 @@ def open_log(
     def expected(column: str, kind: pa.DataType) -> str | None:
         if column in context:
             return expected_type(context[column], kind)
-        return _expected_type(column, kind, column in flags)
+        return _expected_type(column, kind, isinstance(sources[column], FlagColumn))
 
     columns, missing = settle_columns(schemas, wanted, needed, _remedy)
     types, mistyped = settle_types(schemas, columns, expected)
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
-    flags = {column: flag for column, flag in flags.items() if column in columns}
+    flags = {column: flag for column in columns if isinstance(flag := sources[column], FlagColumn)}
     return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty), flags), faults
 
 
 def open_files(
     paths: Sequence[Place],
-    mapping: dict[str, str],
+    sources: Mapping[str, str | FlagColumn],
     work: Place,
     what: str,
     form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-    flags: Collection[str] = (),
 ) -> tuple[list[tuple[LogFile, int, pa.Schema]], list[Fault]]:
     """The readable files of a log or table.
 
     Args:
         paths: the files.
-        mapping: standard name -> name in the files, for the requested columns.
+        sources: standard name -> name in the files, or flag that is read from values, for the requested columns.
         work: a directory for temporary files.
         what: name of the log or table in messages.
         form: delimiter and column names of text files.
-        flags: standard names of flags that are read from values, which text files hold as texts.
 
     Returns:
         For every file, the Parquet file to read, its number of rows and its columns; and all faults.
@@ -217,7 +216,7 @@ def open_files(
     opened, faults = [], []
     for number, path in enumerate(paths):
         try:
-            file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet", form, flags)
+            file, rows, schema, found = _open_file(path, sources, work / f"{what}-{number}.parquet", form)
         except RecpoError as error:
             faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out", code=error.code))
             continue
@@ -231,7 +230,7 @@ def open_files(
 
 
 def _open_file(
-    path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat, flags: Collection[str]
+    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat
 ) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
     """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``.
 
@@ -239,13 +238,13 @@ def _open_file(
     """
     faults: list[Fault] = []
     if csv_files.is_text_file(path):
-        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, mapping, form, flags)
+        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form)
         file = LogFile(staged, path.name, tuple(left_out), tuple(warnings))
     else:
         names, file = None, LogFile(path, path.name)
     with pq.ParquetFile(readable(file.path)) as parquet:
         rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
-    used = [name for name in dict.fromkeys(mapping.values()) if name in (names or schema.names)]
+    used = [name for name in dict.fromkeys(map(name_of, sources.values())) if name in (names or schema.names)]
     confused = _name_faults(path.name, used, names or schema.names)
     if confused:
         return file, rows, None, faults + confused

@@ -112,7 +112,7 @@ class Preparation:
             "label": describe(self.label),
             "feedback": asdict(self.feedback),
             "features": self.features.to_json(),
-            "behaviors": None if self.behaviors is None else feature_columns.behaviors_to_json(self.behaviors),
+            "behaviors": None if self.behaviors is None else schema.columns_to_json(self.behaviors),
             "csv": asdict(self.csv),
         }
 

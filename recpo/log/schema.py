@@ -7,7 +7,7 @@ prepared shards.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Self
 
 import pyarrow as pa
@@ -284,6 +284,11 @@ def name_of(column: str | FlagColumn) -> str:
     return column if isinstance(column, str) else column.column
 
 
+def columns_to_json(columns: Mapping[str, str | FlagColumn]) -> dict[str, Any]:
+    """Names and flags, for the manifest; ``read_column`` reads each of them."""
+    return {name: one.to_json() if isinstance(one, FlagColumn) else one for name, one in columns.items()}
+
+
 def read_column(entry: str | Mapping[str, Any]) -> str | FlagColumn:
     """The column of an entry of the manifest: a name, or the content of a flag."""
     if isinstance(entry, str):
@@ -339,13 +344,16 @@ class Columns:
 
     def over(self, preset: Self) -> Self:
         """This mapping, completed by ``preset``."""
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(preset, **{name: value for name, value in said.items() if value is not None})
+        return replace(preset, **{name: value for name, value in vars(self).items() if value is not None})
+
+    def sources(self) -> dict[str, str | FlagColumn]:
+        """Standard name -> name in the log, or flag that is read from values, for every column of this mapping."""
+        given = {column: getattr(self, column) for column in (*self.required, *LogColumns.OPTIONAL)}
+        return {column: source for column, source in given.items() if source is not None}
 
     def named(self) -> dict[str, str]:
-        """Standard name -> name in the log, for every column that this mapping names."""
-        given = {column: getattr(self, column) for column in (*self.required, *LogColumns.OPTIONAL)}
-        return {column: name_of(name) for column, name in given.items() if name is not None}
+        """Standard name -> name in the log, for every column of this mapping."""
+        return {column: name_of(source) for column, source in self.sources().items()}
 
     @property
     def has_clock(self) -> bool:
@@ -357,15 +365,9 @@ class Columns:
         """The standard columns that the log must have."""
         return tuple(one for one in LogColumns.REQUIRED if one != LogColumns.TIMESTAMP or self.time_unit != "none")
 
-    def flags(self) -> dict[str, FlagColumn]:
-        """Standard name -> the flag that is read from values, for every such column."""
-        given = {column: getattr(self, column) for column in LogColumns.ALL}
-        return {column: flag for column, flag in given.items() if isinstance(flag, FlagColumn)}
-
     def to_json(self) -> dict[str, Any]:
         """Names and units, for the manifest."""
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
-        return said | {column: flag.to_json() for column, flag in self.flags().items()}
+        return columns_to_json(vars(self))
 
 
 PresetName = Literal["plain", "kuairand", "movielens", "recbole"]
