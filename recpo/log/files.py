@@ -38,12 +38,16 @@ class LogFile:
     Attributes:
         path: location of the file.
         shown: the user's name of the file.
+        schema: the columns of the user's file; unused ones of text files have no type.
+        rows: number of rows.
         left_out: rows of the user's file that ``path`` lacks, ascending.
         warnings: what its values suggest, for the user.
     """
 
     path: Place
     shown: str
+    schema: pa.Schema
+    rows: int
     left_out: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -163,21 +167,18 @@ def open_log(
     Returns:
         The log, and the faults of its files and columns. If there are faults, the log is as complete as possible.
     """
-    files, empty, schemas = [], [], []
     sources = mapping.sources() | more.sources()
     wanted = {column: name_of(source) for column, source in sources.items()}
     needed = {*mapping.required, *chosen.named(), *more.chosen}
     opened, faults = open_files(paths, sources, work, "log", form)
-    for file, rows, schema in opened:
-        schemas.append((file.shown, schema))
-        is_readable = bool(set(wanted.values()) & set(schema.names))  # else its rows were not counted
-        if rows or file.left_out or not is_readable:
-            files.append(file)
-        else:
-            empty.append(file.shown)
-    if schemas and not files:
+    files, empty = list[LogFile](), list[LogFile]()
+    for file in opened:
+        is_readable = bool(set(wanted.values()) & set(file.schema.names))  # else its rows were not counted
+        (files if file.rows or file.left_out or not is_readable else empty).append(file)
+    empty_files = tuple(file.shown for file in empty)
+    if empty and not files:
         problem = "the file is empty: it has no rows"
-        faults.append(Fault(", ".join(empty), None, problem, "give a log with events", code="empty"))
+        faults.append(Fault(", ".join(empty_files), None, problem, "give a log with events", code="empty"))
     context = {CONTEXT + feature.name: feature for feature in more.context}
 
     def expected(column: str, kind: pa.DataType) -> str | None:
@@ -185,13 +186,13 @@ def open_log(
             return expected_type(context[column], kind)
         return _expected_type(column, kind, isinstance(sources[column], FlagColumn))
 
-    columns, missing = settle_columns(schemas, wanted, needed, _remedy)
-    types, mistyped = settle_types(schemas, columns, expected)
+    columns, missing = settle_columns(opened, wanted, needed, _remedy)
+    types, mistyped = settle_types(opened, columns, expected)
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
     flags = {column: flag for column in columns if isinstance(flag := sources[column], FlagColumn)}
-    return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty), flags), faults
+    return Log(tuple(files), empty_files, columns, types, frozenset(faulty), flags), faults
 
 
 def open_files(
@@ -200,7 +201,7 @@ def open_files(
     work: Place,
     what: str,
     form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-) -> tuple[list[tuple[LogFile, int, pa.Schema]], list[Fault]]:
+) -> tuple[list[LogFile], list[Fault]]:
     """The readable files of a log or table.
 
     Args:
@@ -211,12 +212,12 @@ def open_files(
         form: delimiter and column names of text files.
 
     Returns:
-        For every file, the Parquet file to read, its number of rows and its columns; and all faults.
+        The files whose rows can be used, and all faults.
     """
-    opened, faults = [], []
+    opened, faults = list[LogFile](), list[Fault]()
     for number, path in enumerate(paths):
         try:
-            file, rows, schema, found = _open_file(path, sources, work / f"{what}-{number}.parquet", form)
+            file, found = _open_file(path, sources, work / f"{what}-{number}.parquet", form)
         except RecpoError as error:
             faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out", code=error.code))
             continue
@@ -224,35 +225,29 @@ def open_files(
             faults.append(unreadable(path, error))
             continue
         faults += found
-        if schema is not None:
-            opened.append((file, rows, schema))
+        opened += [file] if file is not None else []
     return opened, faults
 
 
 def _open_file(
     path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat
-) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
-    """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``.
-
-    The columns are those of the user's file; None if its rows cannot be used.
-    """
-    faults: list[Fault] = []
+) -> tuple[LogFile | None, list[Fault]]:
+    """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``."""
+    read, names, faults, left_out, warnings = path, None, list[Fault](), list[int](), list[str]()
     if csv_files.is_text_file(path):
+        read = staged
         names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form)
-        file = LogFile(staged, path.name, tuple(left_out), tuple(warnings))
-    else:
-        names, file = None, LogFile(path, path.name)
-    with pq.ParquetFile(readable(file.path)) as parquet:
+    with pq.ParquetFile(readable(read)) as parquet:
         rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
     used = [name for name in dict.fromkeys(map(name_of, sources.values())) if name in (names or schema.names)]
     confused = _name_faults(path.name, used, names or schema.names)
     if confused:
-        return file, rows, None, faults + confused
+        return None, faults + confused
     if not _readable_by_engines(schema.names):
-        file = LogFile(copy_columns(path, used, staged), path.name)
+        read = copy_columns(path, used, staged)
     if names is not None:  # includes unused columns, for messages
         schema = pa.schema([*schema, *(pa.field(name, pa.null()) for name in names if name not in schema.names)])
-    return file, rows, schema, faults
+    return LogFile(read, path.name, schema, rows, tuple(left_out), tuple(warnings)), faults
 
 
 def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[Fault]:
@@ -293,7 +288,7 @@ def unreadable(path: Place, error: Exception) -> Fault:
 
 
 def settle_columns(
-    schemas: Sequence[tuple[str, pa.Schema]],
+    files: Sequence[LogFile],
     wanted: Mapping[str, str],
     needed: Collection[str],
     remedy: Callable[[str], str],
@@ -301,7 +296,7 @@ def settle_columns(
     """Which columns of a log or table exist.
 
     Args:
-        schemas: name and columns of every file.
+        files: its files.
         wanted: standard name -> name in the files.
         needed: standard names of columns that must exist; the others may be missing in all files.
         remedy: what to do about a missing column, by its standard name.
@@ -311,13 +306,13 @@ def settle_columns(
     """
     columns, faults = {}, {}
     for column, name in wanted.items():
-        lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
+        lacking = [file for file in files if name not in file.schema.names]
         if not lacking:
             columns[column] = name
-        elif column in needed or len(lacking) < len(schemas):
-            shown, schema = lacking[0]
-            where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
-            faults[column] = _missing_column(where, name, column, schema, remedy(column), set(wanted.values()))
+        elif column in needed or len(lacking) < len(files):
+            first, others = lacking[0], len(lacking) - 1
+            where = f"{first.shown} and {others} more" if others else first.shown
+            faults[column] = _missing_column(where, name, column, first.schema, remedy(column), set(wanted.values()))
     return columns, faults
 
 
@@ -341,14 +336,14 @@ def _missing_column(where: str, name: str, wanted_as: str, schema: pa.Schema, re
 
 
 def settle_types(
-    schemas: Sequence[tuple[str, pa.Schema]],
+    files: Sequence[LogFile],
     columns: Mapping[str, str],
     expected: Callable[[str, pa.DataType], str | None],
 ) -> tuple[dict[str, pa.DataType], list[Fault]]:
     """The types of the columns of a log or table, which hold the values of all files.
 
     Args:
-        schemas: name and columns of every file.
+        files: its files.
         columns: standard name -> name in the files.
         expected: the types that suit a standard column, in words; None = the given type does.
 
@@ -359,17 +354,17 @@ def settle_types(
     faults = []
     mistyped: set[str] = set()
     for column, name in columns.items():
-        for shown, schema in schemas:
-            kind = schema.field(name).type
+        for file in files:
+            kind = file.schema.field(name).type
             suits = expected(column, kind)
             if suits is not None:
                 mistyped.add(column)
                 fix = f"expected {suits}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
-                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix, code="wrong_type"))
+                faults.append(Fault(file.shown, name, f"type {kind}, wanted as {column}", fix, code="wrong_type"))
             elif column in types and _holds_text(kind) != _holds_text(types[column]):
                 mistyped.add(column)
-                fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
-                faults.append(Fault(shown, name, f"type {kind} differs between files", fix, code="mismatch"))
+                fix = f"{files[0].shown} has {types[column]}: cast one of them"
+                faults.append(Fault(file.shown, name, f"type {kind} differs between files", fix, code="mismatch"))
             else:
                 types[column] = wider_type(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults
