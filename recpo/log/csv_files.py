@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from recpo.base.errors import RecpoError
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.log.locations import Place, writable
-from recpo.log.schema import Example, Fault, FlagColumn, LogColumns, name_of
+from recpo.log.schema import EXAMPLES, Example, Fault, FlagColumn, LogColumns, name_of
 
 #: text files that are found in directories
 SUFFIXES: Final = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".inter", ".inter.gz")
@@ -31,8 +31,6 @@ _NAMED_SUFFIXES: Final = tuple(name + end for name in (".dat", ".data", ".txt") 
 _TABBED: Final = (".tsv", ".tsv.gz", ".inter", ".inter.gz")  # .inter: RecBole's files
 _ONE_BYTE: Final = b"\x1f"  # replaces a delimiter of several characters, because Arrow only accepts a single one
 
-_IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
-_FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL)
 #: feature columns may have any type that fits all of their values
 _ANY_TYPE: Final = (CONTEXT, FEATURE)
 _WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # integers that int64 holds, without leading zeros
@@ -41,7 +39,6 @@ _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(in
 _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
 _FALSE: Final = pa.array(["false", "False", "FALSE"])
-_EXAMPLES: Final = 3
 _HEADER_BYTES: Final = 1 << 20
 _DELIMITERS: Final = (",", "\t", ";", "::", "|")
 _RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
@@ -114,14 +111,14 @@ class _ColumnFacts:
         whole = pc.fill_null(pc.match_substring_regex(text, _WHOLE), False)
         number = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _NUMBER), False))
         flag = pc.or_(pc.is_in(text, _TRUE), pc.is_in(text, _FALSE))
-        if self.column in _IDS:
+        if self.column in LogColumns.IDS:
             expected = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _ZERO_LED), False))
         else:
             expected = pc.or_(number, flag) if _takes_flags(self.column) else number
         word = pc.and_not(known, expected)
         for name, found in {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word}.items():
             setattr(self, name, getattr(self, name) + found.true_count)
-        missing = _EXAMPLES - len(self.first_words)
+        missing = EXAMPLES - len(self.first_words)
         rows = pc.indices_nonzero(word)[:missing].to_pylist()
         self.first_words += [(first_row + row, text[row].as_py()) for row in rows]
 
@@ -169,7 +166,7 @@ def csv_to_parquet(
     faults, warnings = _ragged_faults(path, names, reader.ragged), []
     for column, name in used.items():
         fault = _word_fault(path, column, name, kinds[name], facts[name], ragged)
-        if fault is not None and column in _IDS:
+        if fault is not None and column in LogColumns.IDS:
             warnings.append(str(fault))
         elif fault is not None:
             faults.append(fault)
@@ -438,11 +435,11 @@ def first_lines(path: Place, number: int) -> list[str]:
 
 
 def _takes_flags(column: str) -> bool:
-    return column in _FLAGS or column.startswith((BEHAVIOR, *_ANY_TYPE))
+    return column in LogColumns.FLAGS_OR_LABEL or column.startswith((BEHAVIOR, *_ANY_TYPE))
 
 
 def _kind(column: str, facts: _ColumnFacts) -> pa.DataType:
-    if column in _IDS:
+    if column in LogColumns.IDS:
         return pa.int64() if facts.values and facts.whole == facts.values else pa.string()
     if column == LogColumns.TIMESTAMP and 2 * facts.numbers < facts.values:
         return pa.string()
@@ -480,7 +477,7 @@ def _absent(text: pa.Array) -> pa.Array:
 def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, str]]) -> list[Fault]:
     if not ragged:
         return []
-    first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:_EXAMPLES]]
+    first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:EXAMPLES]]
     problem = f"another number of values than the {len(names)} columns of the first line"
     fix = "fix these rows, or quote values that contain commas"
     return [Fault(path.name, None, problem, fix, len(ragged), first, "wrong_shape")]
@@ -490,7 +487,7 @@ def _word_fault(
     path: Place, column: str, name: str, kind: pa.DataType, facts: _ColumnFacts, ragged: list[int]
 ) -> Fault | None:
     """The fault of words in a column of numbers, or among ids most of which are integers."""
-    if column in _IDS:
+    if column in LogColumns.IDS:
         is_wrong = 2 * facts.whole > facts.values
         problem = f"not an integer, and the other {facts.values - facts.words:,} ids are; so all are read as strings"
         fix = "correct these rows if ids are integers"

@@ -14,6 +14,7 @@ from recpo.base.feedback import FeedbackRule
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import (
+    DATED,
     MILLISECONDS_PER_DAY,
     MILLISECONDS_PER_UNIT,
     PERIODS,
@@ -28,7 +29,6 @@ from recpo.log.schema import (
 #: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
 EARLIEST_MS: Final = 31_536_000_000
 LATEST_MS: Final = 4_102_444_800_000
-_DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 
 def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, FlagColumn]) -> ir.Table:
@@ -93,7 +93,7 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
         counted = _numeric_ms(column.try_cast("int64"), unit)
         # An offset in the string is used; without one, the string is UTC. The accepted formats are checked here because
         # engines disagree: Spark reads "2024" as a year and "12:00" as a time of the current day.
-        dated = ibis.ifelse(column.re_search(_DATED), column, ibis.null("string"))
+        dated = ibis.ifelse(column.re_search(DATED), column, ibis.null("string"))
         return counted.coalesce(_plausible(_clock_ms(dated.try_cast("timestamp('UTC')").cast("timestamp"))))
     return _numeric_ms(column, unit)
 

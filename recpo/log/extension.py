@@ -186,7 +186,7 @@ class _ExtensionRun(PrepareRun):
         """
         kept = pq.read_schema(self.root / HELD_OUT)
         types = dict(self.log.types)
-        for column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
+        for column in LogColumns.IDS:
             if column not in types:
                 continue
             before, now = kept.field(column).type, types[column]

@@ -126,7 +126,7 @@ def or_map_values(column: str, name: str) -> str:
         name: its name in the log.
     """
     flag = f"{{column: {name}, equals: VALUE}}"
-    if column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL):
+    if column in LogColumns.FLAGS_OR_LABEL:
         return f", or say which values mean true: columns.{column}: {flag}"
     if column.startswith(BEHAVIOR):
         return f", or say which values mean true: behaviors: {{{column.removeprefix(BEHAVIOR)}: {flag}}}"

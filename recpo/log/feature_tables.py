@@ -24,7 +24,7 @@ from recpo.log.feature_columns import FEATURE, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.locations import Place, readable, writable
 from recpo.log.prepared import FEATURE_FILES
-from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
+from recpo.log.schema import EXAMPLES, TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import copies, examples
 from recpo.log.writing import write_rows
 
@@ -32,7 +32,6 @@ from recpo.log.writing import write_rows
 ID: Final = "id"
 AVAILABLE: Final = "available"
 _BATCH_ROWS: Final = 1 << 14
-_EXAMPLES: Final = 3
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ def _write_plain(
 
 def _offense_fault(file: LogFile, begin: int, column: str, offense: kinds.Offense) -> Fault:
     """The fault of the offending rows of a batch that begins with the row ``begin`` of a file."""
-    rows = [csv_files.row_in_file(begin + int(row), file.left_out) for row in offense.rows[:_EXAMPLES]]
+    rows = [csv_files.row_in_file(begin + int(row), file.left_out) for row in offense.rows[:EXAMPLES]]
     first = [Example(file.shown, row, value) for row, value in zip(rows, offense.values)]  # noqa: B905
     return Fault(file.shown, column, offense.problem, offense.fix, len(offense.rows), first)
 
@@ -259,7 +258,7 @@ def _plain_batches(
         made, offenses = [ids.cast(schema.field(ID).type)], list[tuple[str, kinds.Offense]]()
         nulls = ids.is_null().to_numpy(zero_copy_only=False).nonzero()[0]
         if len(nulls):
-            what = kinds.Offense("null key", "every row needs an id: remove these rows", nulls, [None] * _EXAMPLES)
+            what = kinds.Offense("null key", "every row needs an id: remove these rows", nulls, [None] * EXAMPLES)
             offenses.append((columns[ID], what))
         for feature in features:
             values, wrong = kinds.plain_column(feature, batch.column(feature.source))

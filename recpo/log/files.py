@@ -390,12 +390,12 @@ def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool) -> s
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if is_flag_of_values:
         return None if number or is_text(kind) or pa.types.is_boolean(kind) else "strings, numbers or booleans"
-    if column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
+    if column in LogColumns.IDS:
         return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
     if column == LogColumns.TIMESTAMP:
         suits = number or is_text(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
         return None if suits else "a number, a time or a string"
-    is_flag = column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL) or column.startswith(BEHAVIOR)
+    is_flag = column in LogColumns.FLAGS_OR_LABEL or column.startswith(BEHAVIOR)
     if is_flag and pa.types.is_boolean(kind):
         return None
     return None if number else "a number"

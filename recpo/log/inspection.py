@@ -309,9 +309,7 @@ def _doubts_of_files(
 
 def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnFacts]) -> LogCounts:
     """The size of a log, from the inspected rows."""
-    user, item, request = (
-        found.column(role) for role in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
-    )
+    user, item, request = map(found.column, LogColumns.IDS)
     table, rows = sample.table, sample.table.num_rows
     if user is None or item is None:
         return LogCounts(sample.rows, 0, 0, sample.rows, 1, None, sample.is_whole)

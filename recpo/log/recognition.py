@@ -24,8 +24,6 @@ _UNIT_OPTION: Final = {
 #: plausible range of the median watch time, in multiples of the median duration
 _RATIO: Final = (0.02, 3.0)
 _MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
-_IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
-_FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM)
 _WITHOUT_TIME: Final = (
     "; a column that orders the events of a user has --columns.time_unit order; for a log without times, pass "
     "--columns.time_unit none"
@@ -209,7 +207,7 @@ class _Recognizer:
 
     def _read_texts(self) -> None:
         """Reads flags and a label from columns of texts, where the user has not said which texts mean true."""
-        for role in (*_FLAGS, LogColumns.LABEL):
+        for role in LogColumns.FLAGS_OR_LABEL:
             column = self.columns.get(role)
             if not isinstance(column, str) or self.facts[column].kind != "text":
                 continue
@@ -256,7 +254,7 @@ class _Recognizer:
             facts = self.facts[column]
             if _suits(facts, role):
                 continue
-            if role in (*_FLAGS, LogColumns.LABEL) and facts.kind in ("text", "whole"):
+            if role in LogColumns.FLAGS_OR_LABEL and facts.kind in ("text", "whole"):
                 remedy = f"say which values mean true: --columns.{role} '{{column: {column}, equals: VALUE}}'"
             else:
                 remedy = f"pass --columns.{role} NAME of another column"
@@ -446,7 +444,7 @@ class _Recognizer:
         ]
         return doubts + [
             f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"
-            for role in _FLAGS
+            for role in LogColumns.FLAGS
             for one in rest
             if rank_as(role, one.name) is not None and one.kind != "flag"
         ]
@@ -495,11 +493,11 @@ def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
 
 def _suits(facts: ColumnFacts, role: str) -> bool:
     """Whether the values of a column are possible for the role."""
-    if role in _IDS:
+    if role in LogColumns.IDS:
         return facts.kind in ("whole", "text", "flag")
     if role == LogColumns.TIMESTAMP:
         return facts.kind in ("whole", "number", "time") or facts.dated >= _MOSTLY
-    if role in _FLAGS:
+    if role in LogColumns.FLAGS:
         return facts.kind == "flag" or (facts.kind == "text" and bool(true_texts(facts.texts)))
     if role == LogColumns.PROPENSITY:
         return facts.is_number and (facts.least or 0.0) >= 0 and 0 < (facts.most or 0.0) <= 1

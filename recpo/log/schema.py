@@ -18,6 +18,8 @@ TimeUnit = Literal["s", "ms", "us", "ns", "order", "none"]
 DurationUnit = Literal["s", "ms", "us", "min"]
 #: Time units of timestamps that are positions of a user's events, not times.
 POSITIONS: Final = ("order", "none")
+#: What times begin with that are written as text.
+DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 _NUMBER: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 
@@ -52,6 +54,9 @@ class LogColumns:
     IS_RANDOM: Final = "is_random"
     REQUEST_ID: Final = "request_id"
 
+    IDS: Final = (USER_ID, ITEM_ID, REQUEST_ID)
+    FLAGS: Final = (DISLIKE, IS_RANDOM)
+    FLAGS_OR_LABEL: Final = (*FLAGS, LABEL)  # those that may be read from values (``FlagColumn``)
     REQUIRED: Final = (USER_ID, ITEM_ID, TIMESTAMP)
     OPTIONAL: Final = (WATCH_TIME, DURATION, DISLIKE, LABEL, PROPENSITY, IS_RANDOM, REQUEST_ID)
     ALL: Final = REQUIRED + OPTIONAL
@@ -339,7 +344,7 @@ class Columns:
     duration_unit: DurationUnit | None = None
 
     def __post_init__(self) -> None:
-        for role in (LogColumns.DISLIKE, LogColumns.IS_RANDOM):
+        for role in LogColumns.FLAGS:
             validate_flag(f"columns.{role}", getattr(self, role))
 
     def over(self, preset: Self) -> Self:
@@ -418,7 +423,8 @@ PRESETS: Final[dict[str, Columns]] = {
 
 
 _FILES: Final = 3  # names of files with the same fault that are shown
-_EXAMPLES: Final = 3
+#: offending rows that a fault shows
+EXAMPLES: Final = 3
 
 
 @dataclass(frozen=True)
@@ -508,7 +514,7 @@ def _together(faults: Sequence[Fault]) -> Fault:
     files = list(dict.fromkeys(fault.where for fault in faults))
     more = f" and {len(files) - _FILES} more files" if len(files) > _FILES else ""
     count = None if faults[0].count is None else sum(fault.count or 0 for fault in faults)
-    examples = [example for fault in faults for example in fault.examples][:_EXAMPLES]
+    examples = [example for fault in faults for example in fault.examples][:EXAMPLES]
     return replace(faults[0], where=", ".join(files[:_FILES]) + more, count=count, examples=examples)
 
 
