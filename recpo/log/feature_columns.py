@@ -188,32 +188,17 @@ class EventColumns:
         behaviors: name -> column, or flag that is read from values; behavior b is bit b.
         context: request features.
         chosen: standard names of the columns that the user named; these must exist.
+
+    Raises:
+        RecpoError: the name of a behavior is not allowed.
     """
 
     behaviors: Mapping[str, str | FlagColumn] = field(default_factory=dict)
     context: tuple[Feature, ...] = ()
     chosen: frozenset[str] = frozenset()
 
-    @classmethod
-    def of(
-        cls, preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str | FlagColumn] | None
-    ) -> EventColumns:
-        """The columns of a preset and of the user's options, which override it.
-
-        Args:
-            preset: name of the preset.
-            features: the user's options.
-            behaviors: name -> column, or flag that is read from values; None = the preset's.
-
-        Raises:
-            RecpoError: the name of a behavior is not allowed.
-        """
-        named: Mapping[str, str | FlagColumn] = PRESET_BEHAVIORS[preset] if behaviors is None else behaviors
-        context = features.over(PRESET_FEATURES[preset]).context or ()
-        chosen = {BEHAVIOR + name for name in behaviors or ()}
-        chosen |= {CONTEXT + feature.name for feature in features.context or ()}
-        _validate_behaviors(named, context)
-        return cls(named, context, frozenset(chosen))
+    def __post_init__(self) -> None:
+        _validate_behaviors(self.behaviors, self.context)
 
     def sources(self) -> dict[str, str | FlagColumn]:
         """Name while the log is prepared -> name in the log, or flag that is read from values."""
@@ -224,4 +209,4 @@ class EventColumns:
         """The columns that a log has, by the names of ``sources``."""
         behaviors = {name: column for name, column in self.behaviors.items() if BEHAVIOR + name in columns}
         context = tuple(feature for feature in self.context if CONTEXT + feature.name in columns)
-        return EventColumns(behaviors, context, self.chosen)
+        return replace(self, behaviors=behaviors, context=context)

@@ -454,14 +454,13 @@ def write_table(
             before = None if file is None else opened.enter_context(pq.ParquetFile(file))
             encoded = _encoded(engine.stream(plain), fitted, before)
             write_rows(encoded, fitted.schema, root / FEATURE_FILES[table.side], names)
-    counted = {"rows": table.rows(engine), "used": placed, "every": indices}
-    if previous is not None:
-        first = int(table.side == "item")  # index of the first row
-        counted["kept"] = joined.filter(joined[index] < previous[1] + first, ~joined[_GIVEN])
-    found = {what: engine.count(some) for what, some in counted.items()}
-    rows, used, every, kept = (found.get(what, 0) for what in ("rows", "used", "every", "kept"))
-    counts = {"rows": rows, "unused": rows - used, "without": every - used - kept}
-    return counts if previous is None else counts | {"kept": kept}
+    rows, used, every = map(engine.count, (table.rows(engine), placed, indices))
+    counts = {"rows": rows, "unused": rows - used, "without": every - used}
+    if previous is None:
+        return counts
+    first = int(table.side == "item")  # index of the first row
+    kept = engine.count(joined.filter(joined[index] < previous[1] + first, ~joined[_GIVEN]))
+    return counts | {"without": every - used - kept, "kept": kept}
 
 
 def _encoded(

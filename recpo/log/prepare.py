@@ -96,7 +96,10 @@ class Preparation:
     @property
     def more(self) -> feature_columns.EventColumns:
         """Behaviors and request features: the user's, completed by the preset."""
-        return feature_columns.EventColumns.of(self.preset, self.features, self.behaviors)
+        behaviors = feature_columns.PRESET_BEHAVIORS[self.preset] if self.behaviors is None else self.behaviors
+        chosen = {feature_columns.BEHAVIOR + name for name in self.behaviors or ()}
+        chosen |= {feature_columns.CONTEXT + feature.name for feature in self.features.context or ()}
+        return feature_columns.EventColumns(behaviors, self.table_columns.context or (), frozenset(chosen))
 
     @property
     def table_columns(self) -> feature_columns.FeatureColumns:
