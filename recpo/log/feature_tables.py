@@ -132,7 +132,7 @@ def open_table(
     plain, found = _write_plain(files, side, keys, features, work)
     used = keys | {feature.name: feature.source for feature in features}
     unused = tuple(dict.fromkeys(name for name in names if name not in used.values()))
-    return FeatureTable(side, Log(tuple(plain), (), used, {}), features, declared is None, unused), faults + found
+    return FeatureTable(side, Log(tuple(plain), 0, used, {}), features, declared is None, unused), faults + found
 
 
 def _names(paths: Sequence[Place]) -> list[str]:

@@ -58,7 +58,7 @@ class Log:
 
     Attributes:
         files: Parquet files with at least one row, in order of their names.
-        empty_files: names of files without rows, which are skipped.
+        empty_files: number of files without rows, which are skipped.
         columns: standard name -> name in the log, only for columns that exist and have a suitable type.
         types: standard name -> type of the column; for ids, a type that holds the ids of all files.
         faulty: standard names of columns that already have a fault.
@@ -66,7 +66,7 @@ class Log:
     """
 
     files: tuple[LogFile, ...]
-    empty_files: tuple[str, ...]
+    empty_files: int
     columns: dict[str, str]
     types: dict[str, pa.DataType]
     faulty: frozenset[str] = frozenset()
@@ -171,14 +171,12 @@ def open_log(
     wanted = {column: name_of(source) for column, source in sources.items()}
     needed = {*mapping.required, *chosen.named(), *more.chosen}
     opened, faults = open_files(paths, sources, work, "log", form)
-    files, empty = list[LogFile](), list[LogFile]()
-    for file in opened:
-        is_readable = bool(set(wanted.values()) & set(file.schema.names))  # else its rows were not counted
-        (files if file.rows or file.left_out or not is_readable else empty).append(file)
-    empty_files = tuple(file.shown for file in empty)
-    if empty and not files:
-        problem = "the file is empty: it has no rows"
-        faults.append(Fault(", ".join(empty_files), None, problem, "give a log with events", code="empty"))
+    names = set(wanted.values())
+    # the rows of a file without a wanted column were not counted
+    files = tuple(file for file in opened if file.rows or file.left_out or not names & set(file.schema.names))
+    if opened and not files:
+        where, problem = ", ".join(file.shown for file in opened), "the file is empty: it has no rows"
+        faults.append(Fault(where, None, problem, "give a log with events", code="empty"))
     context = {CONTEXT + feature.name: feature for feature in more.context}
 
     def expected(column: str, kind: pa.DataType) -> str | None:
@@ -192,7 +190,7 @@ def open_log(
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
     flags = {column: flag for column in columns if isinstance(flag := sources[column], FlagColumn)}
-    return Log(tuple(files), empty_files, columns, types, frozenset(faulty), flags), faults
+    return Log(files, len(opened) - len(files), columns, types, frozenset(faulty), flags), faults
 
 
 def open_files(
@@ -491,9 +489,7 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
-    form = csv_files.text_format(
-        csv_files.first_lines(file, _LINES), replace(form, delimiter=form.delimiter or form.of(file))
-    )
+    form = csv_files.text_format(csv_files.first_lines(file, _LINES), replace(form, delimiter=form.of(file)))
     if form.delimiter == CsvFormat().of(file):
         form = replace(form, delimiter=None)
     table, skipped, size = csv_files.first_rows(file, form, most_rows)

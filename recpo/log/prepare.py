@@ -257,7 +257,7 @@ class PrepareRun:
         schema.validate_no_faults(faults, self._file_warnings())
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.count(distinct)
-        self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
+        self.counts = {"read": read, "empty_files": log.empty_files, "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
         events = standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
