@@ -147,11 +147,11 @@ def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float, more: Ev
         watch_ms=_kept(watch, watch.between(0, max_watch_time * 1000)).round().cast("int64"),
         duration_ms=_kept(duration, (duration > 0) & ~duration.isinf()).round().cast("int64"),
         dislike=_flag(raw, LogColumns.DISLIKE),
-        value=_kept(label, ~label.isnan() & ~label.isinf()),
+        value=_kept(label, ~label.isinf()),
         propensity=_kept(propensity, (propensity > 0) & (propensity <= 1)),
         is_random=_flag(raw, LogColumns.IS_RANDOM),
         request_id=raw[LogColumns.REQUEST_ID] if LogColumns.REQUEST_ID in raw.columns else ibis.null("int64"),
-        **({Derived.BEHAVIORS: _bits(raw, more.behaviors)} if more.behaviors else {}),
+        **behavior_bits(raw, more.behaviors),
         **{CONTEXT + one.name: _context(raw[CONTEXT + one.name], one) for one in more.context},
     )
     return events if is_timed else _in_random_order(events)
@@ -166,10 +166,10 @@ def _in_random_order(events: ir.Table) -> ir.Table:
     return drawn.mutate(**{LogColumns.TIMESTAMP: place}).drop("drawn")
 
 
-def _bits(raw: ir.Table, behaviors: Iterable[str]) -> ir.IntegerColumn:
-    """A bit set: bit b is set if the b-th behavior is 1."""
+def behavior_bits(raw: ir.Table, behaviors: Iterable[str]) -> dict[str, ir.IntegerColumn]:
+    """The column of bit sets, if there are behaviors: bit b is set if the b-th behavior is 1."""
     bits = [_flag(raw, BEHAVIOR + name).cast("int32") * (1 << bit) for bit, name in enumerate(behaviors)]
-    return reduce(add, bits).cast("int32")
+    return {Derived.BEHAVIORS: reduce(add, bits).cast("int32")} if bits else {}
 
 
 def _context(column: ir.Value, feature: Feature) -> ir.Value:
