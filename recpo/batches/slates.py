@@ -35,7 +35,7 @@ from recpo.base.features import Reads
 from recpo.base.feedback import GRADES
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Slates, SlateTraits
 from recpo.log.locations import Place
-from recpo.log.prepared import Events, Keys, Period, Prepared, run_change
+from recpo.log.prepared import Events, Keys, Period, Prepared, run_change, run_offsets
 from recpo.log.schema import LogColumns
 
 SESSION_GAP_MS = 30 * 60 * 1000
@@ -135,7 +135,7 @@ class SequenceLayout(Layout):
     def windows(self, keys: Keys) -> Windows:
         """See ``Layout.windows``."""
         user, request_start = keys.user, keys.request_start
-        user_offsets = np.append(np.flatnonzero(run_change(user)), len(user))
+        user_offsets = run_offsets(user)
         first = self._first_of_window(user, request_start, user_offsets)
         # Windows are found from the end; each pass finds the n-th window of all users that have one.
         begins, stops = user_offsets[:-1], user_offsets[1:]
@@ -180,8 +180,8 @@ class ImpressionLayout(Layout):
 
     def windows(self, keys: Keys) -> Windows:
         """See ``Layout.windows``."""
-        starts = np.flatnonzero(run_change(keys.request_start))
-        stops = np.append(starts[1:], len(keys.user))
+        offsets = run_offsets(keys.request_start)
+        starts, stops = offsets[:-1], offsets[1:]
         counts = -(-(stops - starts) // self.slate_length)
         owner = np.repeat(np.arange(len(starts)), counts)
         part = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -12,8 +12,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import SIDES, Categories, Category, Feature, Vector
 from recpo.base.feedback import FEEDBACK_KINDS
 from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, path_of, say, table, warn
-from recpo.log.feature_columns import behaviors_to_json
-from recpo.log.schema import FlagColumn, LogColumns, name_of
+from recpo.log.schema import FlagColumn, LogColumns, columns_to_json, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ def show_init(verb: init.Init, done: recpo.Inspection) -> VerbResult:
     facts = {
         "preset": done.preset,
         "columns": done.columns.to_json(),
-        "behaviors": behaviors_to_json(done.behaviors),
+        "behaviors": columns_to_json(done.behaviors),
         "label": done.label.class_name,
         "counts": asdict(done.counts),
         "check": done.doubts,
@@ -76,16 +75,18 @@ def _print_found(found: recpo.Inspection) -> None:
     say(f"{', '.join(found.log)}: {log}{'' if preset == 'plain' else f'; preset {preset}'}")
     rows = []
     for one in found.findings:
-        rows.append(
-            (one.column, ": ".join([one.role, *filter(None, [", ".join(one.texts)])]), one.unit or "", one.evidence)
-        )
+        rows.append((one.column, f"{one.role}{_values(one.source)}", one.unit or "", one.evidence))
     for name, column in found.behaviors.items():
-        texts = f": {', '.join(column.values)}" if isinstance(column, FlagColumn) else ""
-        rows.append((name_of(column), f"behavior {name}{texts}", "", found.facts[name_of(column)].evidence))
+        evidence = found.facts[name_of(column)].evidence
+        rows.append((name_of(column), f"behavior {name}{_values(column)}", "", evidence))
     rows += [(column, "(not read)", "", found.facts[column].evidence) for column in found.unused]
     say(table("", ("column", "is", "unit", "evidence"), rows, names=4))
     say(*(f"{file}: a table with one row for each {side}" for side, file in found.tables.items()))
     say(*(f"check: {doubt}" for doubt in found.doubts), style="yellow")
+
+
+def _values(column: str | FlagColumn) -> str:
+    return f": {', '.join(column.values)}" if isinstance(column, FlagColumn) else ""
 
 
 def show_simulate(verb: simulate.Simulate, simulated: recpo.Simulation) -> VerbResult:

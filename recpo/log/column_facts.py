@@ -11,14 +11,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.features import is_text
-from recpo.log.schema import MILLISECONDS_PER_UNIT, LogColumns
+from recpo.log.schema import DATED, MILLISECONDS_PER_UNIT, LogColumns
 
 Kind = Literal["whole", "number", "flag", "text", "time", "other"]
 
 #: clock times of a log lie in these years
 _FIRST_MS: Final = datetime(1995, 1, 1, tzinfo=UTC).timestamp() * 1000
 _LAST_MS: Final = datetime(2040, 1, 1, tzinfo=UTC).timestamp() * 1000
-_DATED: Final = r"^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 _EXAMPLES: Final = 3
 _FEW: Final = 20
 _MOST_SECONDS: Final = {"watch_time": (0.5, 7_200.0, 28_800.0), "duration": (1.0, 14_400.0, 86_400.0)}
@@ -99,7 +98,7 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     if not is_text(kind):
         return ColumnFacts(name, "other", rows, values.null_count, 0, examples=examples)
     known = values.drop_null()
-    dated = pc.match_substring_regex(known, _DATED).cast(pa.int64())
+    dated = pc.match_substring_regex(known, DATED).cast(pa.int64())
     share = (pc.sum(dated).as_py() or 0) / max(1, len(known))
     distinct = pc.count_distinct(known).as_py()
     texts = tuple(sorted(map(str, known.unique().to_pylist()))) if distinct <= _FEW else ()

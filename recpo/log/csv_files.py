@@ -8,7 +8,7 @@ import codecs
 import csv
 import io
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from recpo.base.errors import RecpoError
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.log.locations import Place, writable
-from recpo.log.schema import Example, Fault, LogColumns
+from recpo.log.schema import EXAMPLES, Example, Fault, FlagColumn, LogColumns, name_of
 
 #: text files that are found in directories
 SUFFIXES: Final = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".inter", ".inter.gz")
@@ -31,8 +31,6 @@ _NAMED_SUFFIXES: Final = tuple(name + end for name in (".dat", ".data", ".txt") 
 _TABBED: Final = (".tsv", ".tsv.gz", ".inter", ".inter.gz")  # .inter: RecBole's files
 _ONE_BYTE: Final = b"\x1f"  # replaces a delimiter of several characters, because Arrow only accepts a single one
 
-_IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
-_FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL)
 #: feature columns may have any type that fits all of their values
 _ANY_TYPE: Final = (CONTEXT, FEATURE)
 _WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # integers that int64 holds, without leading zeros
@@ -41,7 +39,6 @@ _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(in
 _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
 _FALSE: Final = pa.array(["false", "False", "FALSE"])
-_EXAMPLES: Final = 3
 _HEADER_BYTES: Final = 1 << 20
 _DELIMITERS: Final = (",", "\t", ";", "::", "|")
 _RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
@@ -94,10 +91,13 @@ def is_text_file(path: Place) -> bool:
 
 @dataclass
 class _ColumnFacts:
-    """Counts the kinds of values of one column over a file. Words are what no number, flag or numeric id is."""
+    """Counts the kinds of values of one column over a file. Words are what no number, flag or numeric id is.
 
-    takes_flags: bool
-    is_id: bool = False
+    Attributes:
+        column: its standard name, which tells whether it has ids or flags.
+    """
+
+    column: str
     values: int = 0
     whole: int = 0
     numbers: int = 0
@@ -111,30 +111,29 @@ class _ColumnFacts:
         whole = pc.fill_null(pc.match_substring_regex(text, _WHOLE), False)
         number = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _NUMBER), False))
         flag = pc.or_(pc.is_in(text, _TRUE), pc.is_in(text, _FALSE))
-        if self.is_id:
+        if self.column in LogColumns.IDS:
             expected = pc.or_(whole, pc.fill_null(pc.match_substring_regex(text, _ZERO_LED), False))
         else:
-            expected = pc.or_(number, flag) if self.takes_flags else number
+            expected = pc.or_(number, flag) if _takes_flags(self.column) else number
         word = pc.and_not(known, expected)
         for name, found in {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word}.items():
             setattr(self, name, getattr(self, name) + found.true_count)
-        missing = _EXAMPLES - len(self.first_words)
+        missing = EXAMPLES - len(self.first_words)
         rows = pc.indices_nonzero(word)[:missing].to_pylist()
         self.first_words += [(first_row + row, text[row].as_py()) for row in rows]
 
 
 def csv_to_parquet(
-    path: Place, staged: Place, mapping: Mapping[str, str], form: CsvFormat, flags: Collection[str]
+    path: Place, staged: Place, sources: Mapping[str, str | FlagColumn], form: CsvFormat
 ) -> tuple[list[str], list[Fault], list[int], list[str]]:
-    """Writes the columns of a CSV file that a mapping names to a Parquet file.
+    """Writes some columns of a CSV file to a Parquet file.
 
     Args:
         path: the file; UTF-8, may be compressed with gzip.
         staged: the Parquet file to write.
-        mapping: standard name -> name in the log.
+        sources: standard name -> name in the log, or flag that is read from values: its column is kept as texts, unless
+            another standard column reads numbers from it.
         form: its delimiter, and its column names if it has no header line.
-        flags: standard names of flags that are read from values: their columns are kept as texts, unless another
-            standard column reads numbers from them.
 
     Returns:
         The file's column names; faults (rows with too few or too many values, text in columns of numbers); the numbers
@@ -144,9 +143,10 @@ def csv_to_parquet(
         RecpoError: the file is not in UTF-8, or has no line of names.
     """
     names = header(path, form)
-    used = {column: name for column, name in mapping.items() if names.count(name) == 1}
+    used = {column: name for column, one in sources.items() if names.count(name := name_of(one)) == 1}
+    flags = {column for column in used if isinstance(sources[column], FlagColumn)}
     reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}), form)
-    facts = {name: _ColumnFacts(_takes_flags(column), column in _IDS) for column, name in used.items()}
+    facts = {name: _ColumnFacts(column) for column, name in used.items()}
     row = 0
     for batch in reader.batches():
         for name in facts:
@@ -166,7 +166,7 @@ def csv_to_parquet(
     faults, warnings = _ragged_faults(path, names, reader.ragged), []
     for column, name in used.items():
         fault = _word_fault(path, column, name, kinds[name], facts[name], ragged)
-        if fault is not None and column in _IDS:
+        if fault is not None and column in LogColumns.IDS:
             warnings.append(str(fault))
         elif fault is not None:
             faults.append(fault)
@@ -201,7 +201,7 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
     size = 0
     for name, column in zip(names, text.columns, strict=True):
         values = column.combine_chunks()
-        facts = _ColumnFacts(takes_flags=True)
+        facts = _ColumnFacts(FEATURE)
         facts.add(pc.utf8_trim_whitespace(values), 0)
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
         columns.setdefault(name, _cast(values, _kind(FEATURE, facts)))
@@ -435,11 +435,11 @@ def first_lines(path: Place, number: int) -> list[str]:
 
 
 def _takes_flags(column: str) -> bool:
-    return column in _FLAGS or column.startswith((BEHAVIOR, *_ANY_TYPE))
+    return column in LogColumns.FLAGS_OR_LABEL or column.startswith((BEHAVIOR, *_ANY_TYPE))
 
 
 def _kind(column: str, facts: _ColumnFacts) -> pa.DataType:
-    if column in _IDS:
+    if column in LogColumns.IDS:
         return pa.int64() if facts.values and facts.whole == facts.values else pa.string()
     if column == LogColumns.TIMESTAMP and 2 * facts.numbers < facts.values:
         return pa.string()
@@ -477,7 +477,7 @@ def _absent(text: pa.Array) -> pa.Array:
 def _ragged_faults(path: Place, names: list[str], ragged: dict[int, tuple[int, str]]) -> list[Fault]:
     if not ragged:
         return []
-    first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:_EXAMPLES]]
+    first = [Example(path.name, row, f"{ragged[row][0]} values") for row in sorted(ragged)[:EXAMPLES]]
     problem = f"another number of values than the {len(names)} columns of the first line"
     fix = "fix these rows, or quote values that contain commas"
     return [Fault(path.name, None, problem, fix, len(ragged), first, "wrong_shape")]
@@ -487,7 +487,7 @@ def _word_fault(
     path: Place, column: str, name: str, kind: pa.DataType, facts: _ColumnFacts, ragged: list[int]
 ) -> Fault | None:
     """The fault of words in a column of numbers, or among ids most of which are integers."""
-    if column in _IDS:
+    if column in LogColumns.IDS:
         is_wrong = 2 * facts.whole > facts.values
         problem = f"not an integer, and the other {facts.values - facts.words:,} ids are; so all are read as strings"
         fix = "correct these rows if ids are integers"

@@ -14,6 +14,7 @@ from recpo.base.feedback import FeedbackRule
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import (
+    DATED,
     MILLISECONDS_PER_DAY,
     MILLISECONDS_PER_UNIT,
     PERIODS,
@@ -28,7 +29,6 @@ from recpo.log.schema import (
 #: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
 EARLIEST_MS: Final = 31_536_000_000
 LATEST_MS: Final = 4_102_444_800_000
-_DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 
 def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, FlagColumn]) -> ir.Table:
@@ -93,7 +93,7 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
         counted = _numeric_ms(column.try_cast("int64"), unit)
         # An offset in the string is used; without one, the string is UTC. The accepted formats are checked here because
         # engines disagree: Spark reads "2024" as a year and "12:00" as a time of the current day.
-        dated = ibis.ifelse(column.re_search(_DATED), column, ibis.null("string"))
+        dated = ibis.ifelse(column.re_search(DATED), column, ibis.null("string"))
         return counted.coalesce(_plausible(_clock_ms(dated.try_cast("timestamp('UTC')").cast("timestamp"))))
     return _numeric_ms(column, unit)
 
@@ -147,11 +147,11 @@ def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float, more: Ev
         watch_ms=_kept(watch, watch.between(0, max_watch_time * 1000)).round().cast("int64"),
         duration_ms=_kept(duration, (duration > 0) & ~duration.isinf()).round().cast("int64"),
         dislike=_flag(raw, LogColumns.DISLIKE),
-        value=_kept(label, ~label.isnan() & ~label.isinf()),
+        value=_kept(label, ~label.isinf()),
         propensity=_kept(propensity, (propensity > 0) & (propensity <= 1)),
         is_random=_flag(raw, LogColumns.IS_RANDOM),
         request_id=raw[LogColumns.REQUEST_ID] if LogColumns.REQUEST_ID in raw.columns else ibis.null("int64"),
-        **({Derived.BEHAVIORS: _bits(raw, more.behaviors)} if more.behaviors else {}),
+        **behavior_bits(raw, more.behaviors),
         **{CONTEXT + one.name: _context(raw[CONTEXT + one.name], one) for one in more.context},
     )
     return events if is_timed else _in_random_order(events)
@@ -166,10 +166,10 @@ def _in_random_order(events: ir.Table) -> ir.Table:
     return drawn.mutate(**{LogColumns.TIMESTAMP: place}).drop("drawn")
 
 
-def _bits(raw: ir.Table, behaviors: Iterable[str]) -> ir.IntegerColumn:
-    """A bit set: bit b is set if the b-th behavior is 1."""
+def behavior_bits(raw: ir.Table, behaviors: Iterable[str]) -> dict[str, ir.IntegerColumn]:
+    """The column of bit sets, if there are behaviors: bit b is set if the b-th behavior is 1."""
     bits = [_flag(raw, BEHAVIOR + name).cast("int32") * (1 << bit) for bit, name in enumerate(behaviors)]
-    return reduce(add, bits).cast("int32")
+    return {Derived.BEHAVIORS: reduce(add, bits).cast("int32")} if bits else {}
 
 
 def _context(column: ir.Value, feature: Feature) -> ir.Value:

@@ -92,12 +92,6 @@ def extend(
     choice = kept_preparation(data, asked)
     root = _local(data.root, "extends")
     validate_sources(data, sources.tables)
-    if HELD_OUT not in data.manifest["files"]:
-        raise RecpoError(
-            f"{root} lacks {HELD_OUT}: prepare the whole log again with this recpo, then extend that",
-            code="missing_file",
-            field=HELD_OUT,
-        )
     if output.engine.engine != "duckdb":
         raise RecpoError(
             "engine: an extension runs on duckdb; the new files of a few days fit on one machine",
@@ -186,7 +180,7 @@ class _ExtensionRun(PrepareRun):
         """
         kept = pq.read_schema(self.root / HELD_OUT)
         types = dict(self.log.types)
-        for column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
+        for column in LogColumns.IDS:
             if column not in types:
                 continue
             before, now = kept.field(column).type, types[column]

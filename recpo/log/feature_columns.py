@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
-from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, name_of, validate_flag
+from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, validate_flag
 
 TableSide = Literal["item", "user"]
 #: Prefix of event columns for behaviors and request features while a log is prepared.
@@ -118,11 +118,6 @@ def _validate_behaviors(behaviors: Mapping[str, str | FlagColumn], context: tupl
             )
 
 
-def behaviors_to_json(behaviors: Mapping[str, str | FlagColumn]) -> dict[str, Any]:
-    """Behaviors and their columns, for the manifest."""
-    return {name: one if isinstance(one, str) else one.to_json() for name, one in behaviors.items()}
-
-
 def or_map_values(column: str, name: str) -> str:
     """The remedy for texts in a column that is wanted as a flag, for messages; empty for all other columns.
 
@@ -131,7 +126,7 @@ def or_map_values(column: str, name: str) -> str:
         name: its name in the log.
     """
     flag = f"{{column: {name}, equals: VALUE}}"
-    if column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL):
+    if column in LogColumns.FLAGS_OR_LABEL:
         return f", or say which values mean true: columns.{column}: {flag}"
     if column.startswith(BEHAVIOR):
         return f", or say which values mean true: behaviors: {{{column.removeprefix(BEHAVIOR)}: {flag}}}"
@@ -193,44 +188,25 @@ class EventColumns:
         behaviors: name -> column, or flag that is read from values; behavior b is bit b.
         context: request features.
         chosen: standard names of the columns that the user named; these must exist.
+
+    Raises:
+        RecpoError: the name of a behavior is not allowed.
     """
 
     behaviors: Mapping[str, str | FlagColumn] = field(default_factory=dict)
     context: tuple[Feature, ...] = ()
     chosen: frozenset[str] = frozenset()
 
-    @classmethod
-    def of(
-        cls, preset: PresetName, features: FeatureColumns, behaviors: Mapping[str, str | FlagColumn] | None
-    ) -> EventColumns:
-        """The columns of a preset and of the user's options, which override it.
+    def __post_init__(self) -> None:
+        _validate_behaviors(self.behaviors, self.context)
 
-        Args:
-            preset: name of the preset.
-            features: the user's options.
-            behaviors: name -> column, or flag that is read from values; None = the preset's.
-
-        Raises:
-            RecpoError: the name of a behavior is not allowed.
-        """
-        named: Mapping[str, str | FlagColumn] = PRESET_BEHAVIORS[preset] if behaviors is None else behaviors
-        context = features.over(PRESET_FEATURES[preset]).context or ()
-        chosen = {BEHAVIOR + name for name in behaviors or ()}
-        chosen |= {CONTEXT + feature.name for feature in features.context or ()}
-        _validate_behaviors(named, context)
-        return cls(named, context, frozenset(chosen))
-
-    def named(self) -> dict[str, str]:
-        """Name while the log is prepared -> name in the log."""
-        behaviors = {BEHAVIOR + name: name_of(column) for name, column in self.behaviors.items()}
+    def sources(self) -> dict[str, str | FlagColumn]:
+        """Name while the log is prepared -> name in the log, or flag that is read from values."""
+        behaviors = {BEHAVIOR + name: column for name, column in self.behaviors.items()}
         return behaviors | {CONTEXT + feature.name: feature.source for feature in self.context}
 
-    def flags(self) -> dict[str, FlagColumn]:
-        """Name while the log is prepared -> the flag that is read from values, for every such behavior."""
-        return {BEHAVIOR + name: one for name, one in self.behaviors.items() if isinstance(one, FlagColumn)}
-
     def among(self, columns: Mapping[str, str]) -> EventColumns:
-        """The columns that a log has, by the names of ``named``."""
+        """The columns that a log has, by the names of ``sources``."""
         behaviors = {name: column for name, column in self.behaviors.items() if BEHAVIOR + name in columns}
         context = tuple(feature for feature in self.context if CONTEXT + feature.name in columns)
-        return EventColumns(behaviors, context, self.chosen)
+        return replace(self, behaviors=behaviors, context=context)

@@ -24,7 +24,7 @@ from recpo.log.feature_columns import FEATURE, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.locations import Place, readable, writable
 from recpo.log.prepared import FEATURE_FILES
-from recpo.log.schema import TRAIN, Derived, Example, Fault, LogColumns
+from recpo.log.schema import EXAMPLES, TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import copies, examples
 from recpo.log.writing import write_rows
 
@@ -32,7 +32,6 @@ from recpo.log.writing import write_rows
 ID: Final = "id"
 AVAILABLE: Final = "available"
 _BATCH_ROWS: Final = 1 << 14
-_EXAMPLES: Final = 3
 
 
 @dataclass(frozen=True)
@@ -118,24 +117,22 @@ def open_table(
     keys = {ID: id_name}
     if available is not None and (chosen.available_from is not None or available in names):
         keys[AVAILABLE] = available
-    sources = [feature.source for feature in declared] if declared is not None else names
-    sources = [name for name in sources if name not in keys.values() or declared is not None]
+    free = [name for name in names if name not in keys.values()]
+    sources = free if declared is None else [feature.source for feature in declared]
     read = {LogColumns.ITEM_ID: id_name} | ({LogColumns.TIMESTAMP: keys[AVAILABLE]} if AVAILABLE in keys else {})
-    opened, faults = open_files(paths, read | {FEATURE + name: name for name in sources}, work, f"{side}s")
-    if not opened:
+    files, faults = open_files(paths, read | {FEATURE + name: name for name in sources}, work, f"{side}s")
+    if not files:
         return None, faults
-    files, schemas = [file for file, *_ in opened], [(file.shown, schema) for file, _, schema in opened]
-    features, left = _settled(declared, schemas[0][1], set(keys.values()))
-    faults += _faults(schemas, side, keys, id_type, features)
+    features = _inferred(files[0].schema, set(keys.values())) if declared is None else declared
+    faults += _faults(files, side, keys, id_type, features)
     if faults:
         return None, faults
     features, found = _with_widths(features, files)
     faults += found
-    plain, found = _write_plain(files, side, keys, features, schemas[0][1], work)
+    plain, found = _write_plain(files, side, keys, features, work)
     used = keys | {feature.name: feature.source for feature in features}
-    unused = [name for name in names if name not in used.values()]
-    log = Log(tuple(plain), (), used, {})
-    return FeatureTable(side, log, features, declared is None, tuple(dict.fromkeys([*left, *unused]))), faults + found
+    unused = tuple(dict.fromkeys(name for name in names if name not in used.values()))
+    return FeatureTable(side, Log(tuple(plain), 0, used, {}), features, declared is None, unused), faults + found
 
 
 def _names(paths: Sequence[Place]) -> list[str]:
@@ -149,24 +146,18 @@ def _names(paths: Sequence[Place]) -> list[str]:
     return []
 
 
-def _settled(
-    declared: tuple[Feature, ...] | None, schema: pa.Schema, taken: set[str]
-) -> tuple[tuple[Feature, ...], list[str]]:
-    """The features, and the columns for whose types there is no kind of feature."""
-    if declared is not None:
-        return declared, []
-    free = [field for field in schema if field.name not in taken]
+def _inferred(schema: pa.Schema, taken: set[str]) -> tuple[Feature, ...]:
+    """The features of the columns for whose types there is a kind of feature."""
     found = dict[str, Feature]()
-    for field in free:
-        feature = kinds.inferred_feature(field.name, field.type)
+    for field in schema:
+        feature = None if field.name in taken else kinds.inferred_feature(field.name, field.type)
         if feature is not None:
             found.setdefault(feature.name, feature)
-    used = {feature.source for feature in found.values()}
-    return tuple(found.values()), [field.name for field in free if field.name not in used]
+    return tuple(found.values())
 
 
 def _faults(
-    schemas: Sequence[tuple[str, pa.Schema]],
+    files: Sequence[LogFile],
     side: TableSide,
     keys: Mapping[str, str],
     id_type: pa.DataType | None,
@@ -188,14 +179,14 @@ def _faults(
             None if column == "available_from" or pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
         )
 
-    columns, missing = settle_columns(schemas, wanted, wanted, remedy)
+    columns, missing = settle_columns(files, wanted, wanted, remedy)
     if missing:
         return list(missing.values())
-    types, faults = settle_types(schemas, columns, expected)
+    types, faults = settle_types(files, columns, expected)
     kind = types.get(f"{side}_id", id_type)
     if id_type is not None and is_text(kind) != is_text(id_type):
         problem = f"type {kind}, the log has {id_type}"
-        faults.append(Fault(schemas[0][0], keys[ID], problem, "cast one of them", code="mismatch"))
+        faults.append(Fault(files[0].shown, keys[ID], problem, "cast one of them", code="mismatch"))
     return faults
 
 
@@ -225,30 +216,25 @@ def _write_plain(
     side: TableSide,
     columns: dict[str, str],
     features: Sequence[Feature],
-    schema: pa.Schema,
     work: Place,
 ) -> tuple[list[LogFile], list[Fault]]:
-    """Writes the plain form of every file. Offending rows of all files are collected."""
-    found = dict[tuple[str, str, str], list[tuple[str, int, Any]]]()
-    counts = dict[tuple[str, str, str], int]()
-    plain, schema = [], _plain_schema(columns, features, schema)
+    """Writes the plain form of every file; returns the files, and a fault for the offending rows of each batch."""
+    plain, faults, schema = list[LogFile](), list[Fault](), _plain_schema(columns, features, files[0].schema)
     for number, file in enumerate(files):
         staged = replace(file, path=work / f"{side}s-plain-{number}.parquet")
         with writable(staged.path) as sink, pq.ParquetWriter(sink, schema) as writer:
             for begin, batch, offenses in _plain_batches(file, columns, features, schema):
                 writer.write_batch(batch)
-                for column, offense in offenses:
-                    key = (column, offense.problem, offense.fix)
-                    counts[key] = counts.get(key, 0) + len(offense.rows)
-                    rows = (csv_files.row_in_file(begin + int(row), file.left_out) for row in offense.rows[:_EXAMPLES])
-                    found.setdefault(key, []).extend((file.shown, *pair) for pair in zip(rows, offense.values))  # noqa: B905
+                faults += [_offense_fault(file, begin, column, offense) for column, offense in offenses]
         plain.append(staged)
-    name = files[0].shown if len(files) == 1 else f"the {side}s ({len(files)} files)"
-    faults = [
-        Fault(name, column, problem, fix, counts[column, problem, fix], [Example(*one) for one in rows[:_EXAMPLES]])
-        for (column, problem, fix), rows in found.items()
-    ]
     return plain, faults
+
+
+def _offense_fault(file: LogFile, begin: int, column: str, offense: kinds.Offense) -> Fault:
+    """The fault of the offending rows of a batch that begins with the row ``begin`` of a file."""
+    rows = [csv_files.row_in_file(begin + int(row), file.left_out) for row in offense.rows[:EXAMPLES]]
+    first = [Example(file.shown, row, value) for row, value in zip(rows, offense.values)]  # noqa: B905
+    return Fault(file.shown, column, offense.problem, offense.fix, len(offense.rows), first)
 
 
 def _plain_schema(columns: dict[str, str], features: Sequence[Feature], schema: pa.Schema) -> pa.Schema:
@@ -272,7 +258,7 @@ def _plain_batches(
         made, offenses = [ids.cast(schema.field(ID).type)], list[tuple[str, kinds.Offense]]()
         nulls = ids.is_null().to_numpy(zero_copy_only=False).nonzero()[0]
         if len(nulls):
-            what = kinds.Offense("null key", "every row needs an id: remove these rows", nulls, [None] * _EXAMPLES)
+            what = kinds.Offense("null key", "every row needs an id: remove these rows", nulls, [None] * EXAMPLES)
             offenses.append((columns[ID], what))
         for feature in features:
             values, wrong = kinds.plain_column(feature, batch.column(feature.source))
@@ -468,14 +454,13 @@ def write_table(
             before = None if file is None else opened.enter_context(pq.ParquetFile(file))
             encoded = _encoded(engine.stream(plain), fitted, before)
             write_rows(encoded, fitted.schema, root / FEATURE_FILES[table.side], names)
-    counted = {"rows": table.rows(engine), "used": placed, "every": indices}
-    if previous is not None:
-        first = int(table.side == "item")  # index of the first row
-        counted["kept"] = joined.filter(joined[index] < previous[1] + first, ~joined[_GIVEN])
-    found = {what: engine.count(some) for what, some in counted.items()}
-    rows, used, every, kept = (found.get(what, 0) for what in ("rows", "used", "every", "kept"))
-    counts = {"rows": rows, "unused": rows - used, "without": every - used - kept}
-    return counts if previous is None else counts | {"kept": kept}
+    rows, used, every = map(engine.count, (table.rows(engine), placed, indices))
+    counts = {"rows": rows, "unused": rows - used, "without": every - used}
+    if previous is None:
+        return counts
+    first = int(table.side == "item")  # index of the first row
+    kept = engine.count(joined.filter(joined[index] < previous[1] + first, ~joined[_GIVEN]))
+    return counts | {"without": every - used - kept, "kept": kept}
 
 
 def _encoded(

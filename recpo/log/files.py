@@ -23,7 +23,7 @@ from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine, copy_columns
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
 from recpo.log.locations import Location, Place, locate, readable
-from recpo.log.schema import Columns, Fault, FlagColumn, LogColumns
+from recpo.log.schema import Columns, Fault, FlagColumn, LogColumns, name_of
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
 #: columns that the engines add when they read files
@@ -38,12 +38,16 @@ class LogFile:
     Attributes:
         path: location of the file.
         shown: the user's name of the file.
+        schema: the columns of the user's file; unused ones of text files have no type.
+        rows: number of rows.
         left_out: rows of the user's file that ``path`` lacks, ascending.
         warnings: what its values suggest, for the user.
     """
 
     path: Place
     shown: str
+    schema: pa.Schema
+    rows: int
     left_out: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -54,7 +58,7 @@ class Log:
 
     Attributes:
         files: Parquet files with at least one row, in order of their names.
-        empty_files: names of files without rows, which are skipped.
+        empty_files: number of files without rows, which are skipped.
         columns: standard name -> name in the log, only for columns that exist and have a suitable type.
         types: standard name -> type of the column; for ids, a type that holds the ids of all files.
         faulty: standard names of columns that already have a fault.
@@ -62,7 +66,7 @@ class Log:
     """
 
     files: tuple[LogFile, ...]
-    empty_files: tuple[str, ...]
+    empty_files: int
     columns: dict[str, str]
     types: dict[str, pa.DataType]
     faulty: frozenset[str] = frozenset()
@@ -163,61 +167,55 @@ def open_log(
     Returns:
         The log, and the faults of its files and columns. If there are faults, the log is as complete as possible.
     """
-    files, empty, schemas = [], [], []
-    wanted, flags = mapping.named() | more.named(), mapping.flags() | more.flags()
+    sources = mapping.sources() | more.sources()
+    wanted = {column: name_of(source) for column, source in sources.items()}
     needed = {*mapping.required, *chosen.named(), *more.chosen}
-    opened, faults = open_files(paths, wanted, work, "log", form, flags)
-    for file, rows, schema in opened:
-        schemas.append((file.shown, schema))
-        is_readable = bool(set(wanted.values()) & set(schema.names))  # else its rows were not counted
-        if rows or file.left_out or not is_readable:
-            files.append(file)
-        else:
-            empty.append(file.shown)
-    if schemas and not files:
-        problem = "the file is empty: it has no rows"
-        faults.append(Fault(", ".join(empty), None, problem, "give a log with events", code="empty"))
+    opened, faults = open_files(paths, sources, work, "log", form)
+    names = set(wanted.values())
+    # the rows of a file without a wanted column were not counted
+    files = tuple(file for file in opened if file.rows or file.left_out or not names & set(file.schema.names))
+    if opened and not files:
+        where, problem = ", ".join(file.shown for file in opened), "the file is empty: it has no rows"
+        faults.append(Fault(where, None, problem, "give a log with events", code="empty"))
     context = {CONTEXT + feature.name: feature for feature in more.context}
 
     def expected(column: str, kind: pa.DataType) -> str | None:
         if column in context:
             return expected_type(context[column], kind)
-        return _expected_type(column, kind, column in flags)
+        return _expected_type(column, kind, isinstance(sources[column], FlagColumn))
 
-    columns, missing = settle_columns(schemas, wanted, needed, _remedy)
-    types, mistyped = settle_types(schemas, columns, expected)
+    columns, missing = settle_columns(opened, wanted, needed, _remedy)
+    types, mistyped = settle_types(opened, columns, expected)
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
-    flags = {column: flag for column, flag in flags.items() if column in columns}
-    return Log(tuple(files), tuple(empty), columns, types, frozenset(faulty), flags), faults
+    flags = {column: flag for column in columns if isinstance(flag := sources[column], FlagColumn)}
+    return Log(files, len(opened) - len(files), columns, types, frozenset(faulty), flags), faults
 
 
 def open_files(
     paths: Sequence[Place],
-    mapping: dict[str, str],
+    sources: Mapping[str, str | FlagColumn],
     work: Place,
     what: str,
     form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
-    flags: Collection[str] = (),
-) -> tuple[list[tuple[LogFile, int, pa.Schema]], list[Fault]]:
+) -> tuple[list[LogFile], list[Fault]]:
     """The readable files of a log or table.
 
     Args:
         paths: the files.
-        mapping: standard name -> name in the files, for the requested columns.
+        sources: standard name -> name in the files, or flag that is read from values, for the requested columns.
         work: a directory for temporary files.
         what: name of the log or table in messages.
         form: delimiter and column names of text files.
-        flags: standard names of flags that are read from values, which text files hold as texts.
 
     Returns:
-        For every file, the Parquet file to read, its number of rows and its columns; and all faults.
+        The files whose rows can be used, and all faults.
     """
-    opened, faults = [], []
+    opened, faults = list[LogFile](), list[Fault]()
     for number, path in enumerate(paths):
         try:
-            file, rows, schema, found = _open_file(path, mapping, work / f"{what}-{number}.parquet", form, flags)
+            file, found = _open_file(path, sources, work / f"{what}-{number}.parquet", form)
         except RecpoError as error:
             faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out", code=error.code))
             continue
@@ -225,35 +223,29 @@ def open_files(
             faults.append(unreadable(path, error))
             continue
         faults += found
-        if schema is not None:
-            opened.append((file, rows, schema))
+        opened += [file] if file is not None else []
     return opened, faults
 
 
 def _open_file(
-    path: Place, mapping: dict[str, str], staged: Place, form: CsvFormat, flags: Collection[str]
-) -> tuple[LogFile, int, pa.Schema | None, list[Fault]]:
-    """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``.
-
-    The columns are those of the user's file; None if its rows cannot be used.
-    """
-    faults: list[Fault] = []
+    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat
+) -> tuple[LogFile | None, list[Fault]]:
+    """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``."""
+    read, names, faults, left_out, warnings = path, None, list[Fault](), list[int](), list[str]()
     if csv_files.is_text_file(path):
-        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, mapping, form, flags)
-        file = LogFile(staged, path.name, tuple(left_out), tuple(warnings))
-    else:
-        names, file = None, LogFile(path, path.name)
-    with pq.ParquetFile(readable(file.path)) as parquet:
+        read = staged
+        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form)
+    with pq.ParquetFile(readable(read)) as parquet:
         rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
-    used = [name for name in dict.fromkeys(mapping.values()) if name in (names or schema.names)]
+    used = [name for name in dict.fromkeys(map(name_of, sources.values())) if name in (names or schema.names)]
     confused = _name_faults(path.name, used, names or schema.names)
     if confused:
-        return file, rows, None, faults + confused
+        return None, faults + confused
     if not _readable_by_engines(schema.names):
-        file = LogFile(copy_columns(path, used, staged), path.name)
+        read = copy_columns(path, used, staged)
     if names is not None:  # includes unused columns, for messages
         schema = pa.schema([*schema, *(pa.field(name, pa.null()) for name in names if name not in schema.names)])
-    return file, rows, schema, faults
+    return LogFile(read, path.name, schema, rows, tuple(left_out), tuple(warnings)), faults
 
 
 def _name_faults(shown: str, used: Sequence[str], names: Sequence[str]) -> list[Fault]:
@@ -294,7 +286,7 @@ def unreadable(path: Place, error: Exception) -> Fault:
 
 
 def settle_columns(
-    schemas: Sequence[tuple[str, pa.Schema]],
+    files: Sequence[LogFile],
     wanted: Mapping[str, str],
     needed: Collection[str],
     remedy: Callable[[str], str],
@@ -302,7 +294,7 @@ def settle_columns(
     """Which columns of a log or table exist.
 
     Args:
-        schemas: name and columns of every file.
+        files: its files.
         wanted: standard name -> name in the files.
         needed: standard names of columns that must exist; the others may be missing in all files.
         remedy: what to do about a missing column, by its standard name.
@@ -312,13 +304,13 @@ def settle_columns(
     """
     columns, faults = {}, {}
     for column, name in wanted.items():
-        lacking = [(shown, schema) for shown, schema in schemas if name not in schema.names]
+        lacking = [file for file in files if name not in file.schema.names]
         if not lacking:
             columns[column] = name
-        elif column in needed or len(lacking) < len(schemas):
-            shown, schema = lacking[0]
-            where = shown if len(lacking) == 1 else f"{shown} and {len(lacking) - 1} more"
-            faults[column] = _missing_column(where, name, column, schema, remedy(column), set(wanted.values()))
+        elif column in needed or len(lacking) < len(files):
+            first, others = lacking[0], len(lacking) - 1
+            where = f"{first.shown} and {others} more" if others else first.shown
+            faults[column] = _missing_column(where, name, column, first.schema, remedy(column), set(wanted.values()))
     return columns, faults
 
 
@@ -342,14 +334,14 @@ def _missing_column(where: str, name: str, wanted_as: str, schema: pa.Schema, re
 
 
 def settle_types(
-    schemas: Sequence[tuple[str, pa.Schema]],
+    files: Sequence[LogFile],
     columns: Mapping[str, str],
     expected: Callable[[str, pa.DataType], str | None],
 ) -> tuple[dict[str, pa.DataType], list[Fault]]:
     """The types of the columns of a log or table, which hold the values of all files.
 
     Args:
-        schemas: name and columns of every file.
+        files: its files.
         columns: standard name -> name in the files.
         expected: the types that suit a standard column, in words; None = the given type does.
 
@@ -360,17 +352,17 @@ def settle_types(
     faults = []
     mistyped: set[str] = set()
     for column, name in columns.items():
-        for shown, schema in schemas:
-            kind = schema.field(name).type
+        for file in files:
+            kind = file.schema.field(name).type
             suits = expected(column, kind)
             if suits is not None:
                 mistyped.add(column)
                 fix = f"expected {suits}: cast it{or_map_values(column, name) if is_text(kind) else ''}"
-                faults.append(Fault(shown, name, f"type {kind}, wanted as {column}", fix, code="wrong_type"))
+                faults.append(Fault(file.shown, name, f"type {kind}, wanted as {column}", fix, code="wrong_type"))
             elif column in types and _holds_text(kind) != _holds_text(types[column]):
                 mistyped.add(column)
-                fix = f"{schemas[0][0]} has {types[column]}: cast one of them"
-                faults.append(Fault(shown, name, f"type {kind} differs between files", fix, code="mismatch"))
+                fix = f"{files[0].shown} has {types[column]}: cast one of them"
+                faults.append(Fault(file.shown, name, f"type {kind} differs between files", fix, code="mismatch"))
             else:
                 types[column] = wider_type(types.get(column, kind), kind)
     return {column: kind for column, kind in types.items() if column not in mistyped}, faults
@@ -396,12 +388,12 @@ def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool) -> s
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if is_flag_of_values:
         return None if number or is_text(kind) or pa.types.is_boolean(kind) else "strings, numbers or booleans"
-    if column in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID):
+    if column in LogColumns.IDS:
         return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
     if column == LogColumns.TIMESTAMP:
         suits = number or is_text(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
         return None if suits else "a number, a time or a string"
-    is_flag = column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, LogColumns.LABEL) or column.startswith(BEHAVIOR)
+    is_flag = column in LogColumns.FLAGS_OR_LABEL or column.startswith(BEHAVIOR)
     if is_flag and pa.types.is_boolean(kind):
         return None
     return None if number else "a number"
@@ -497,9 +489,7 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
-    form = csv_files.text_format(
-        csv_files.first_lines(file, _LINES), replace(form, delimiter=form.delimiter or form.of(file))
-    )
+    form = csv_files.text_format(csv_files.first_lines(file, _LINES), replace(form, delimiter=form.of(file)))
     if form.delimiter == CsvFormat().of(file):
         form = replace(form, delimiter=None)
     table, skipped, size = csv_files.first_rows(file, form, most_rows)

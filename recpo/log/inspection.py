@@ -22,7 +22,7 @@ from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import TableSample, sample_tables
 from recpo.log.recognition import Recognition, recognize
-from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, LogColumns
+from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, FlagColumn, LogColumns
 from recpo.log.shaping import estimated_duration_exponent
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
@@ -106,7 +106,8 @@ class Inspection(Recognition):
     def label(self) -> Choice:
         """The label for the feedback of the log: watch times if there are any, else ratings, else none."""
         facts = self.facts
-        watch, duration, rated = map(self.column, (LogColumns.WATCH_TIME, LogColumns.DURATION, LogColumns.LABEL))
+        watch, duration = map(self.column, (LogColumns.WATCH_TIME, LogColumns.DURATION))
+        rated = self.source(LogColumns.LABEL)
         if watch is not None and duration is not None:
             why = f"the rank of `{watch}` among the user's watch times on items of similar duration, smoothed with"
             why += f" {_SMOOTHING} of everybody's"
@@ -115,11 +116,8 @@ class Inspection(Recognition):
                 options |= {"duration_exponent": exponent}
                 why += f", as at one duration: it grows with `{duration}` to the power of {exponent:g}"
             return Choice("WatchQuantiles", options, why)
-        if rated is not None and isinstance(grades := self.texts(LogColumns.LABEL), dict):
-            why = f"{' and '.join(f'{grade:g} for {text}' for text, grade in grades.items())}, 0 for other values"
-            return Choice("NumericColumn", {"low": 0, "high": 1}, f"of `{rated}`: {why}")
-        if rated is not None and (texts := self.texts(LogColumns.LABEL)):
-            return Choice("BinaryColumn", {}, f"1 where `{rated}` is {' or '.join(texts)}, 0 for other values")
+        if isinstance(rated, FlagColumn):
+            return _label_of_values(rated)
         if rated is not None and facts[rated].distinct > 1:
             if facts[rated].kind == "flag":
                 return Choice("BinaryColumn", {}, f"`{rated}` is 0 or 1")
@@ -311,9 +309,7 @@ def _doubts_of_files(
 
 def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnFacts]) -> LogCounts:
     """The size of a log, from the inspected rows."""
-    user, item, request = (
-        found.column(role) for role in (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
-    )
+    user, item, request = map(found.column, LogColumns.IDS)
     table, rows = sample.table, sample.table.num_rows
     if user is None or item is None:
         return LogCounts(sample.rows, 0, 0, sample.rows, 1, None, sample.is_whole)
@@ -350,6 +346,13 @@ def _days(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts])
         return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days + 1)
     except (TypeError, ValueError):
         return None
+
+
+def _label_of_values(flag: FlagColumn) -> Choice:
+    if flag.grades:
+        why = f"{' and '.join(f'{grade:g} for {text}' for text, grade in flag.grades.items())}, 0 for other values"
+        return Choice("NumericColumn", {"low": 0, "high": 1}, f"of `{flag.column}`: {why}")
+    return Choice("BinaryColumn", {}, f"1 where `{flag.column}` is {' or '.join(flag.values)}, 0 for other values")
 
 
 def _timezone(values: pa.ChunkedArray) -> str | None:

@@ -100,7 +100,10 @@ class Preparation:
     @property
     def more(self) -> feature_columns.EventColumns:
         """Behaviors and request features: the user's, completed by the preset."""
-        return feature_columns.EventColumns.of(self.preset, self.features, self.behaviors)
+        behaviors = feature_columns.PRESET_BEHAVIORS[self.preset] if self.behaviors is None else self.behaviors
+        chosen = {feature_columns.BEHAVIOR + name for name in self.behaviors or ()}
+        chosen |= {feature_columns.CONTEXT + feature.name for feature in self.features.context or ()}
+        return feature_columns.EventColumns(behaviors, self.table_columns.context or (), frozenset(chosen))
 
     @property
     def table_columns(self) -> feature_columns.FeatureColumns:
@@ -116,7 +119,7 @@ class Preparation:
             "label": describe(self.label),
             "feedback": asdict(self.feedback),
             "features": self.features.to_json(),
-            "behaviors": None if self.behaviors is None else feature_columns.behaviors_to_json(self.behaviors),
+            "behaviors": None if self.behaviors is None else schema.columns_to_json(self.behaviors),
             "csv": asdict(self.csv),
         }
 
@@ -262,7 +265,7 @@ class PrepareRun:
         schema.validate_no_faults(faults, self._file_warnings())
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.count(distinct)
-        self.counts = {"read": read, "empty_files": len(log.empty_files), "neutralized": neutralized}
+        self.counts = {"read": read, "empty_files": log.empty_files, "neutralized": neutralized}
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
         events = standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)

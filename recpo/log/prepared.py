@@ -357,7 +357,7 @@ class Prepared(Artifact):
         columns = {name: table.column(name).to_numpy() for name in names}
         user, request = columns["user_index"], columns["request"]
         label, dislike, rule = columns["label"], columns["dislike"], self.feedback.rule
-        offsets, request_start = _run_offsets(user), request_starts(user, request)
+        offsets, request_start = run_offsets(user), request_starts(user, request)
         return Events(
             user_index=user,
             item_index=columns["item_index"].astype(np.int64),
@@ -425,7 +425,7 @@ class Prepared(Artifact):
         # as for keys, files are verified when they are loaded later
         table = _decoded(readable(file), file, [Derived.USER_INDEX, Derived.IS_TARGET])
         user, is_target = (column.to_numpy() for column in table.columns)
-        starts = _run_offsets(user)[:-1]
+        starts = run_offsets(user)[:-1]
         users, past = user[starts], np.zeros(len(starts), np.int64)
         for pairs, _ in self.pairs(entry["past"], users, readable(past_file)):
             past += np.bincount(np.searchsorted(users, pairs.column(0).to_numpy()), minlength=len(users))
@@ -545,7 +545,8 @@ def run_change(*keys: np.ndarray) -> np.ndarray:
     return change
 
 
-def _run_offsets(*keys: np.ndarray) -> np.ndarray:
+def run_offsets(*keys: np.ndarray) -> np.ndarray:
+    """Where the runs of rows with equal ``keys`` begin, and the number of rows."""
     return np.append(np.flatnonzero(run_change(*keys)), len(keys[0]))
 
 

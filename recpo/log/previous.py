@@ -18,7 +18,7 @@ from recpo.base.features import Feature
 from recpo.base.feedback import FeedbackRule
 from recpo.log import feature_columns, shaping, splits
 from recpo.log.engine import Engine
-from recpo.log.events import appended, more_columns
+from recpo.log.events import appended, behavior_bits, more_columns
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, FeatureColumns, TableSide
 from recpo.log.feature_tables import AVAILABLE, ID
 from recpo.log.prepare import Preparation, describe
@@ -262,8 +262,7 @@ class PreviousData:
 
     def _as_events(self, rows: ir.Table) -> ir.Table:
         """Rows of the histories with the columns of current events. Request features are plain in both."""
-        bits = [rows[BEHAVIOR + name].cast("int32") * (1 << bit) for bit, name in enumerate(self.data.behaviors)]
-        more = {Derived.BEHAVIORS: sum(bits[1:], start=bits[0]).cast("int32")} if bits else {}
+        more = behavior_bits(rows, self.data.behaviors)
         unknown = {LogColumns.PROPENSITY: ibis.null("float64"), LogColumns.IS_RANDOM: ibis.literal(False)}
         rows = rows.mutate(**more, **unknown, **{Derived.REQUEST: ibis.null("int64")})
         return self.with_encoded(_in_milliseconds(rows))

@@ -24,8 +24,6 @@ _UNIT_OPTION: Final = {
 #: plausible range of the median watch time, in multiples of the median duration
 _RATIO: Final = (0.02, 3.0)
 _MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
-_IDS: Final = (LogColumns.USER_ID, LogColumns.ITEM_ID, LogColumns.REQUEST_ID)
-_FLAGS: Final = (LogColumns.DISLIKE, LogColumns.IS_RANDOM)
 _WITHOUT_TIME: Final = (
     "; a column that orders the events of a user has --columns.time_unit order; for a log without times, pass "
     "--columns.time_unit none"
@@ -36,32 +34,26 @@ _NO_TIME: Final = (
 )
 
 
-#: The texts that mean true, or the grades of texts.
-Texts = tuple[str, ...] | dict[str, float]
-
-
 @dataclass(frozen=True)
 class Finding:
     """A standard column that was recognized.
 
     Attributes:
         role: its standard name.
-        column: its name in the log.
+        source: the column as ``Columns`` has it: its name, or the flag that is read from its texts.
         unit: its unit; None = it has no unit, or the unit is not decided.
         evidence: the reason why it was recognized, and its values.
-        texts: the texts that mean true, for a flag that is read from texts; of a label also texts with their grades.
     """
 
     role: str
-    column: str
+    source: str | FlagColumn
     unit: str | None
     evidence: str
-    texts: Texts = ()
 
     @property
-    def source(self) -> str | FlagColumn:
-        """The column as ``Columns`` has it: its name, or the flag that is read from its texts."""
-        return _flag_of(self.column, self.texts) if self.texts else self.column
+    def column(self) -> str:
+        """The log's name of the column."""
+        return name_of(self.source)
 
 
 @dataclass(frozen=True)
@@ -86,17 +78,18 @@ class Recognition:
 
     def column(self, role: str) -> str | None:
         """The log's name of a standard column; None = the log has no such column."""
-        return next((found.column for found in self.findings if found.role == role), None)
+        source = self.source(role)
+        return None if source is None else name_of(source)
 
-    def texts(self, role: str) -> Texts:
-        """The texts that mean true, for a flag that is read from texts, or their grades; else empty."""
-        return next((found.texts for found in self.findings if found.role == role), ())
+    def source(self, role: str) -> str | FlagColumn | None:
+        """A standard column, as ``Columns`` has it; None = the log has no such column."""
+        return next((found.source for found in self.findings if found.role == role), None)
 
     @property
     def outcome_rows(self) -> bool:
         """Whether what followed on an exposure has rows of its own: the label is read from kinds of events."""
-        label = self.column(LogColumns.LABEL) if self.texts(LogColumns.LABEL) else None
-        return label is not None and plain_name(label) in column_facts.EVENT_KINDS
+        label = self.source(LogColumns.LABEL)
+        return isinstance(label, FlagColumn) and plain_name(label.column) in column_facts.EVENT_KINDS
 
     @property
     def columns(self) -> Columns:
@@ -127,14 +120,14 @@ class _Recognizer:
     Attributes:
         facts: name -> facts about the column.
         given: column names and units that the user has decided.
-        columns: standard name -> recognized column.
+        columns: standard name -> recognized column, or flag that is read from its texts.
         how: standard name -> how the column was recognized: by the user, the preset, its name, or its values.
     """
 
     def __init__(self, facts: Mapping[str, ColumnFacts], given: Columns) -> None:
         self.facts, self.given = facts, given
         self.preset = _preset(facts)
-        self.columns: dict[str, str] = {}
+        self.columns: dict[str, str | FlagColumn] = {}
         self.how: dict[str, str] = {}
         self.units: dict[str, str | None] = {}
         self.behaviors: dict[str, str | FlagColumn] = {}
@@ -144,8 +137,8 @@ class _Recognizer:
     def recognition(self, table: pa.Table | None) -> Recognition:
         """What is recognized, and what remains open."""
         self._find_roles()
-        texts = self._true_texts()
-        opinion_doubts = self._add_opinions(texts)
+        self._read_texts()
+        opinion_doubts = self._add_opinions()
         missing = [role for role in self.given.required if role not in self.columns]
         if missing == [LogColumns.TIMESTAMP] and not any(rank_as(missing[0], name) is not None for name in self.facts):
             self.doubts.append(_NO_TIME)
@@ -155,35 +148,41 @@ class _Recognizer:
             + (_WITHOUT_TIME if role == LogColumns.TIMESTAMP else "")
             for role in missing
         ]
-        unsuitable = self._unsuitable(texts)
+        unsuitable = self._unsuitable()
         self.questions += unsuitable.values()
         suitable = self.columns.keys() - unsuitable.keys()
         self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in suitable}
         if table is not None and LogColumns.WATCH_TIME not in self.columns and self.units.get(LogColumns.DURATION):
             self._find_watch_time(table)
         self._add_behaviors()
-        self.doubts += [*opinion_doubts, *self._label_by_actions(texts)]
+        self.doubts += [*opinion_doubts, *self._label_by_actions()]
         rest = self._unused()
         found = [(role, self.columns[role]) for role in LogColumns.ALL if role in self.columns]
-        evidence = {role: f"{self.how[role]}: {self.facts[name].evidence}" for role, name in found}
-        findings = (
-            Finding(role, name, self.units.get(role), evidence[role], texts.get(role, ())) for role, name in found
-        )
+        evidence = {role: f"{self.how[role]}: {self._facts_of(role).evidence}" for role, _ in found}
+        findings = (Finding(role, source, self.units.get(role), evidence[role]) for role, source in found)
         self.doubts += [*self._other_readings(rest), *self._doubts_of(rest), *self._unlabeled(rest)]
         known = self.preset, tuple(findings), self.behaviors
         return Recognition(*known, tuple(self.questions), tuple(self.doubts), tuple(one.name for one in rest))
 
-    def _set(self, role: str, column: str, how: str) -> None:
+    def _set(self, role: str, column: str | FlagColumn, how: str) -> None:
         self.columns[role], self.how[role] = column, how
 
+    def _facts_of(self, role: str) -> ColumnFacts:
+        """Facts about the column of a role that was recognized."""
+        return self.facts[name_of(self.columns[role])]
+
+    def _name(self, role: str) -> str | None:
+        source = self.columns.get(role)
+        return None if source is None else name_of(source)
+
     def _is_free(self, name: str) -> bool:
-        return name not in self.columns.values()
+        return name not in map(name_of, self.columns.values())
 
     def _find_roles(self) -> None:
         """Columns by the user, the preset, or their names; a time also by its values."""
-        for role, column in self.given.named().items():
-            if column in self.facts:
-                self._set(role, column, "given")
+        for role, source in self.given.sources().items():
+            if name_of(source) in self.facts:
+                self._set(role, source, "given")
         for role, column in PRESETS[self.preset].named().items() if self.preset != "plain" else ():
             if role not in self.columns and column in self.facts and _suits(self.facts[column], role):
                 self._set(role, column, f"preset {self.preset}")
@@ -206,21 +205,19 @@ class _Recognizer:
             if len(ids) == 1:
                 self._set(LogColumns.ITEM_ID, ids[0], "by the end of its name, as no other column is an id")
 
-    def _true_texts(self) -> dict[str, Texts]:
-        """Standard name -> the texts that mean true, or their grades, for columns of texts."""
-        given = {role: flag for role, flag in self.given.flags().items() if role in self.columns}
-        found: dict[str, Texts] = {role: flag.grades or flag.values for role, flag in given.items()}
-        for role, column in self.columns.items():
-            facts = self.facts[column]
-            if role in found or facts.kind != "text" or role not in (*_FLAGS, LogColumns.LABEL):
+    def _read_texts(self) -> None:
+        """Reads flags and a label from columns of texts, where the user has not said which texts mean true."""
+        for role in LogColumns.FLAGS_OR_LABEL:
+            column = self.columns.get(role)
+            if not isinstance(column, str) or self.facts[column].kind != "text":
                 continue
-            stated = opinions(column, facts.texts) or Opinions((), (), False)
+            texts = self.facts[column].texts
+            stated = opinions(column, texts) or Opinions((), (), False)
             by_role = {LogColumns.DISLIKE: stated.dislikes, LogColumns.LABEL: stated.likes}
-            if texts := true_texts(facts.texts) or by_role.get(role, ()):
-                found[role] = texts
-        return found
+            if meant := true_texts(texts) or by_role.get(role, ()):
+                self.columns[role] = _flag_of(column, meant)
 
-    def _add_opinions(self, texts: dict[str, Texts]) -> list[str]:
+    def _add_opinions(self) -> list[str]:
         """Adds the dislikes, labels and behaviors that columns of texts state; returns doubts."""
         doubts = []
         for name, facts in self.facts.items():
@@ -237,12 +234,10 @@ class _Recognizer:
                 continue
             read = []
             if stated.dislikes and LogColumns.DISLIKE not in self.columns:
-                self._set(LogColumns.DISLIKE, name, "by its values")
-                texts[LogColumns.DISLIKE] = stated.dislikes
+                self._set(LogColumns.DISLIKE, _flag_of(name, stated.dislikes), "by its values")
                 read.append(f"{_or(stated.dislikes)} is read as a dislike")
             if stated.likes and not {LogColumns.WATCH_TIME, LogColumns.LABEL} & self.columns.keys():
-                self._set(LogColumns.LABEL, name, "by its values")
-                texts[LogColumns.LABEL] = stated.likes
+                self._set(LogColumns.LABEL, _flag_of(name, stated.likes), "by its values")
                 read.append(f"{_or(stated.likes)} is read as a like")
             elif stated.likes and "like" not in self.behaviors:
                 self.behaviors["like"] = _flag_of(name, stated.likes)
@@ -250,14 +245,16 @@ class _Recognizer:
             doubts += [f"`{name}`: {' and '.join(read)}, other values as neither"] if read else []
         return doubts
 
-    def _unsuitable(self, texts: Mapping[str, Texts]) -> dict[str, str]:
+    def _unsuitable(self) -> dict[str, str]:
         """Standard name -> question, for columns that the user named and ``recpo prepare`` would refuse."""
         questions = {}
         for role, column in self.columns.items():
-            facts, decided = self.facts[column], role in texts or role == LogColumns.TIMESTAMP
-            if self.how[role] != "given" or decided or _suits(facts, role):
+            if self.how[role] != "given" or isinstance(column, FlagColumn) or role == LogColumns.TIMESTAMP:
                 continue
-            if role in (*_FLAGS, LogColumns.LABEL) and facts.kind in ("text", "whole"):
+            facts = self.facts[column]
+            if _suits(facts, role):
+                continue
+            if role in LogColumns.FLAGS_OR_LABEL and facts.kind in ("text", "whole"):
                 remedy = f"say which values mean true: --columns.{role} '{{column: {column}, equals: VALUE}}'"
             else:
                 remedy = f"pass --columns.{role} NAME of another column"
@@ -271,7 +268,7 @@ class _Recognizer:
         return self._time_unit() if role == LogColumns.TIMESTAMP else self._length_unit(role)
 
     def _time_unit(self) -> str | None:
-        facts = self.facts[self.columns[LogColumns.TIMESTAMP]]
+        facts = self._facts_of(LogColumns.TIMESTAMP)
         if not facts.is_number:
             return None
         units, said, shown = facts.clock_units, unit_of_name(facts.name), f"`{facts.name}` ({facts.evidence})"
@@ -290,7 +287,7 @@ class _Recognizer:
         return "order"
 
     def _length_unit(self, role: str) -> str | None:
-        option, own = _UNIT_OPTION[role], self.facts[self.columns[role]]
+        option, own = _UNIT_OPTION[role], self._facts_of(role)
         preset = getattr(PRESETS[self.preset], option) if self.preset != "plain" else None
         units, said = column_facts.length_units(own, role), unit_of_name(own.name) or preset
         if said is not None and (said in units or said == "min" or not units):
@@ -317,7 +314,7 @@ class _Recognizer:
         partner = LogColumns.DURATION if role == LogColumns.WATCH_TIME else LogColumns.WATCH_TIME
         if partner not in self.columns:
             return units
-        own, other = self.facts[self.columns[role]], self.facts[self.columns[partner]]
+        own, other = self._facts_of(role), self._facts_of(partner)
         named = getattr(self.given, _UNIT_OPTION[partner]) or unit_of_name(other.name)
         settled = [named] if named else column_facts.length_units(other, partner)
         if len(settled) != 1 or not other.median or not own.median:
@@ -336,8 +333,8 @@ class _Recognizer:
             for name, one in self.facts.items()
             if self._is_free(name) and one.kind in ("whole", "number") and one.few is None
         ]
-        duration, unit = self.columns[LogColumns.DURATION], self.units[LogColumns.DURATION] or ""
-        found = column_facts.watch_shares(table, numbers, duration, unit, self.columns.get(LogColumns.ITEM_ID))
+        duration, unit = self._facts_of(LogColumns.DURATION).name, self.units[LogColumns.DURATION] or ""
+        found = column_facts.watch_shares(table, numbers, duration, unit, self._name(LogColumns.ITEM_ID))
         stated = {one.column: self.given.watch_time_unit or unit_of_name(one.column) or one.unit for one in found}
         found = [one for one in found if one.unit == stated[one.column]]
         certain = [one for one in found if one.is_certain]
@@ -372,15 +369,11 @@ class _Recognizer:
 
     def _unused(self) -> list[ColumnFacts]:
         """The columns that have no role and are no behavior."""
-        used = {*self.columns.values(), *map(name_of, self.behaviors.values())}
+        used = {name_of(column) for columns in (self.columns, self.behaviors) for column in columns.values()}
         return [one for name, one in self.facts.items() if name not in used]
 
-    def _label_by_actions(self, texts: dict[str, Texts]) -> list[str]:
+    def _label_by_actions(self) -> list[str]:
         """Without watch times and ratings, what users did with an exposure says how good it was.
-
-        Args:
-            texts: standard name -> the texts that mean true, or their grades; those of the label are added if it is
-                read from values.
 
         Returns:
             What to check.
@@ -390,44 +383,42 @@ class _Recognizer:
         found = next(chain(self._behaviors_as_labels(), self._other_labels()), None)
         if found is None:
             return []
-        name, values, unwanted = found
+        label, unwanted = found
+        name = name_of(label)
         self.behaviors = {one: column for one, column in self.behaviors.items() if name_of(column) != name}
-        self._set(LogColumns.LABEL, name, "by its name, as no other column says how good an event was")
-        if values:
-            texts[LogColumns.LABEL] = values
+        self._set(LogColumns.LABEL, label, "by its name, as no other column says how good an event was")
         return [
             f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
             "something else, remove it from prepare.yaml and choose label EveryEvent"
         ]
 
-    def _behaviors_as_labels(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
-        """The first behavior, by the order of names, whose flag has both values: its column, texts, other events."""
+    def _behaviors_as_labels(self) -> Iterator[tuple[str | FlagColumn, str]]:
+        """The first behavior, by the order of names, whose flag has both values: its column, and other events."""
         both = [name for name, column in self.behaviors.items() if self.facts[name_of(column)].distinct > 1]
         if both:
             first = min(both, key=list(column_facts.BEHAVIORS).index)
-            column = self.behaviors[first]
             others = [name_of(self.behaviors[name]) for name in both if name != first]
             instead = f" (or pass --columns.label NAME for {_any_of(others)})" if others else ""
-            values = column.values if isinstance(column, FlagColumn) else ()
-            yield name_of(column), values, f"events without a {first}{instead}"
+            yield self.behaviors[first], f"events without a {first}{instead}"
 
-    def _other_labels(self) -> Iterator[tuple[str, Texts, str]]:
-        """Flags of skips, and kinds of events of which some are mere offers: their columns, texts, and other events."""
+    def _other_labels(self) -> Iterator[tuple[FlagColumn, str]]:
+        """Flags of skips, and kinds of events of which some are mere offers, and the other events."""
         for name, facts in self.facts.items():
             if not self._is_free(name) or facts.distinct < 2:
                 continue
             if facts.kind == "flag" and plain_name(name) in column_facts.SKIPS:
-                yield name, column_facts.UNSKIPPED, "events with it"
+                yield FlagColumn(name, column_facts.UNSKIPPED), "events with it"
             offered = column_facts.offers(facts.texts) if plain_name(name) in column_facts.EVENT_KINDS else ()
             if offered and len(offered) < len(facts.texts):
                 grades = column_facts.outcome_grades(facts.texts)
-                yield name, grades if min(grades.values()) < 1.0 else tuple(grades), f"events of {_or(offered)}"
+                kinds = FlagColumn(name, grades) if min(grades.values()) < 1.0 else _flag_of(name, tuple(grades))
+                yield kinds, f"events of {_or(offered)}"
 
     def _other_readings(self, rest: Sequence[ColumnFacts]) -> list[str]:
         """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""
         if self.preset != "plain":
             return []
-        item, doubts = self.columns.get(LogColumns.ITEM_ID), []
+        item, doubts = self._name(LogColumns.ITEM_ID), []
         if item is not None and rank_as(LogColumns.ITEM_ID, item) is not None:
             others = [one.name for one in rest if rank_as(LogColumns.ITEM_ID, one.name) is not None]
             if others:
@@ -453,7 +444,7 @@ class _Recognizer:
         ]
         return doubts + [
             f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"
-            for role in _FLAGS
+            for role in LogColumns.FLAGS
             for one in rest
             if rank_as(role, one.name) is not None and one.kind != "flag"
         ]
@@ -479,10 +470,8 @@ class _Recognizer:
         ]
 
 
-def _flag_of(column: str, texts: Texts) -> FlagColumn:
-    if isinstance(texts, dict):
-        return FlagColumn(column, texts)
-    return FlagColumn(column, texts[0] if len(texts) == 1 else tuple(texts))
+def _flag_of(column: str, texts: tuple[str, ...]) -> FlagColumn:
+    return FlagColumn(column, texts[0] if len(texts) == 1 else texts)
 
 
 def _or(texts: Sequence[str]) -> str:
@@ -504,11 +493,11 @@ def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
 
 def _suits(facts: ColumnFacts, role: str) -> bool:
     """Whether the values of a column are possible for the role."""
-    if role in _IDS:
+    if role in LogColumns.IDS:
         return facts.kind in ("whole", "text", "flag")
     if role == LogColumns.TIMESTAMP:
         return facts.kind in ("whole", "number", "time") or facts.dated >= _MOSTLY
-    if role in _FLAGS:
+    if role in LogColumns.FLAGS:
         return facts.kind == "flag" or (facts.kind == "text" and bool(true_texts(facts.texts)))
     if role == LogColumns.PROPENSITY:
         return facts.is_number and (facts.least or 0.0) >= 0 and 0 < (facts.most or 0.0) <= 1

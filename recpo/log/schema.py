@@ -7,7 +7,7 @@ prepared shards.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Self
 
 import pyarrow as pa
@@ -18,6 +18,8 @@ TimeUnit = Literal["s", "ms", "us", "ns", "order", "none"]
 DurationUnit = Literal["s", "ms", "us", "min"]
 #: Time units of timestamps that are positions of a user's events, not times.
 POSITIONS: Final = ("order", "none")
+#: What times begin with that are written as text.
+DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
 
 _NUMBER: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 
@@ -52,6 +54,9 @@ class LogColumns:
     IS_RANDOM: Final = "is_random"
     REQUEST_ID: Final = "request_id"
 
+    IDS: Final = (USER_ID, ITEM_ID, REQUEST_ID)
+    FLAGS: Final = (DISLIKE, IS_RANDOM)
+    FLAGS_OR_LABEL: Final = (*FLAGS, LABEL)  # those that may be read from values (``FlagColumn``)
     REQUIRED: Final = (USER_ID, ITEM_ID, TIMESTAMP)
     OPTIONAL: Final = (WATCH_TIME, DURATION, DISLIKE, LABEL, PROPENSITY, IS_RANDOM, REQUEST_ID)
     ALL: Final = REQUIRED + OPTIONAL
@@ -284,6 +289,11 @@ def name_of(column: str | FlagColumn) -> str:
     return column if isinstance(column, str) else column.column
 
 
+def columns_to_json(columns: Mapping[str, str | FlagColumn]) -> dict[str, Any]:
+    """Names and flags, for the manifest; ``read_column`` reads each of them."""
+    return {name: one.to_json() if isinstance(one, FlagColumn) else one for name, one in columns.items()}
+
+
 def read_column(entry: str | Mapping[str, Any]) -> str | FlagColumn:
     """The column of an entry of the manifest: a name, or the content of a flag."""
     if isinstance(entry, str):
@@ -334,18 +344,21 @@ class Columns:
     duration_unit: DurationUnit | None = None
 
     def __post_init__(self) -> None:
-        for role in (LogColumns.DISLIKE, LogColumns.IS_RANDOM):
+        for role in LogColumns.FLAGS:
             validate_flag(f"columns.{role}", getattr(self, role))
 
     def over(self, preset: Self) -> Self:
         """This mapping, completed by ``preset``."""
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(preset, **{name: value for name, value in said.items() if value is not None})
+        return replace(preset, **{name: value for name, value in vars(self).items() if value is not None})
+
+    def sources(self) -> dict[str, str | FlagColumn]:
+        """Standard name -> name in the log, or flag that is read from values, for every column of this mapping."""
+        given = {column: getattr(self, column) for column in (*self.required, *LogColumns.OPTIONAL)}
+        return {column: source for column, source in given.items() if source is not None}
 
     def named(self) -> dict[str, str]:
-        """Standard name -> name in the log, for every column that this mapping names."""
-        given = {column: getattr(self, column) for column in (*self.required, *LogColumns.OPTIONAL)}
-        return {column: name_of(name) for column, name in given.items() if name is not None}
+        """Standard name -> name in the log, for every column of this mapping."""
+        return {column: name_of(source) for column, source in self.sources().items()}
 
     @property
     def has_clock(self) -> bool:
@@ -357,15 +370,9 @@ class Columns:
         """The standard columns that the log must have."""
         return tuple(one for one in LogColumns.REQUIRED if one != LogColumns.TIMESTAMP or self.time_unit != "none")
 
-    def flags(self) -> dict[str, FlagColumn]:
-        """Standard name -> the flag that is read from values, for every such column."""
-        given = {column: getattr(self, column) for column in LogColumns.ALL}
-        return {column: flag for column, flag in given.items() if isinstance(flag, FlagColumn)}
-
     def to_json(self) -> dict[str, Any]:
         """Names and units, for the manifest."""
-        said = {field.name: getattr(self, field.name) for field in fields(self)}
-        return said | {column: flag.to_json() for column, flag in self.flags().items()}
+        return columns_to_json(vars(self))
 
 
 PresetName = Literal["plain", "kuairand", "movielens", "recbole"]
@@ -416,7 +423,8 @@ PRESETS: Final[dict[str, Columns]] = {
 
 
 _FILES: Final = 3  # names of files with the same fault that are shown
-_EXAMPLES: Final = 3
+#: offending rows that a fault shows
+EXAMPLES: Final = 3
 
 
 @dataclass(frozen=True)
@@ -506,7 +514,7 @@ def _together(faults: Sequence[Fault]) -> Fault:
     files = list(dict.fromkeys(fault.where for fault in faults))
     more = f" and {len(files) - _FILES} more files" if len(files) > _FILES else ""
     count = None if faults[0].count is None else sum(fault.count or 0 for fault in faults)
-    examples = [example for fault in faults for example in fault.examples][:_EXAMPLES]
+    examples = [example for fault in faults for example in fault.examples][:EXAMPLES]
     return replace(faults[0], where=", ".join(files[:_FILES]) + more, count=count, examples=examples)
 
 

@@ -196,16 +196,12 @@ class D2Q(Label):
 
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """Groups are quantiles of the train durations. A later, unknown duration is placed by its value."""
-        durations = _train_counts(events, [Derived.DURATION_MS])
-        in_order = ibis.cumulative_window(order_by=Derived.DURATION_MS)
-        below = durations["count"].sum().over(in_order).cast("int64") - durations["count"]
-        total = durations["count"].sum().over(ibis.window()).cast("int64")
-        place = (below * self.groups // total).cast("int32")
-        groups = durations.filter(durations["count"].sum().over(ibis.window()) > 0).select(
-            Derived.DURATION_MS, group=ibis.ifelse(place >= self.groups, self.groups - 1, place)
-        )
+        durations = watch_counts(events, [], Derived.DURATION_MS)
+        durations = durations.filter(durations.total > 0)
+        place = ((durations.at_most - durations["count"]) * self.groups // durations.total).cast("int32")
+        groups = durations.select(Derived.DURATION_MS, group=ibis.ifelse(place >= self.groups, self.groups - 1, place))
         keyed = events.left_join(groups, Derived.DURATION_MS).drop(f"{Derived.DURATION_MS}_right")
-        return _share_within(events, keyed, "group", Derived.WATCH_MS, self.min_history, self.ties)
+        return _share_within(events, keyed, ["group"], Derived.WATCH_MS, self.min_history, self.ties)
 
 
 @dataclass(frozen=True)
@@ -245,8 +241,8 @@ class WatchTimeGain(Label):
             keyed["variance"] > 0, keyed["variance"], 1.0
         ).sqrt()
         gain = ibis.ifelse(keyed["mean"].isnull(), ibis.null("float64"), gain)
-        keyed = keyed.mutate(gain=(gain * _WTG_RESOLUTION).round().cast("int64"), everyone=ibis.literal(0, "int8"))
-        return _share_within(events, keyed, "everyone", "gain", 1, self.ties)
+        keyed = keyed.mutate(gain=(gain * _WTG_RESOLUTION).round().cast("int64"))
+        return _share_within(events, keyed, [], "gain", 1, self.ties)
 
 
 @dataclass(frozen=True)
@@ -354,14 +350,15 @@ def watch_counts(
 
     Args:
         keyed: events with the columns ``by`` and ``value``.
-        by: columns of the group.
+        by: columns of the group; empty = all events are one.
         value: integer column.
         kept: counts of train events that replace the counts of ``keyed``.
 
     Returns:
         ``by``, ``value``, ``count``, ``at_most``, ``total`` (int64). Values that only later events have get count 0.
     """
-    counts = _train_counts(keyed, [*by, value])
+    known = keyed.filter(*[keyed[key].notnull() for key in (*by, value)])
+    counts = known.group_by([*by, value]).aggregate(count=_is_fitted(known).sum().cast("int64"))
     if kept is not None:
         values = counts.mutate(count=ibis.literal(0, "int64"))
         values = values.union(kept.select(*(kept[name].cast(kind) for name, kind in counts.schema().items())))
@@ -373,20 +370,17 @@ def watch_counts(
     )
 
 
-def _train_counts(events: ir.Table, keys: Sequence[str]) -> ir.Table:
-    known = events.filter(*[events[key].notnull() for key in keys])
-    return known.group_by(list(keys)).aggregate(count=_is_fitted(known).sum().cast("int64"))
-
-
 def _is_fitted(events: ir.Table) -> ir.IntegerColumn:
     return ((events[Derived.PERIOD] == TRAIN) & events[Derived.WATCH_MS].notnull()).cast("int64")
 
 
-def _share_within(events: ir.Table, keyed: ir.Table, group: str, value: str, min_history: int, ties: Ties) -> ir.Table:
-    table = watch_counts(keyed, [group], value)
+def _share_within(
+    events: ir.Table, keyed: ir.Table, by: Sequence[str], value: str, min_history: int, ties: Ties
+) -> ir.Table:
+    table = watch_counts(keyed, by, value)
     table = table.filter(table.total >= max(1, min_history))
-    table = table.select(group, value, share=_share(table.at_most, table["count"], table.total, ties))
-    joined = keyed.left_join(table, [group, value])
+    table = table.select(*by, value, share=_share(table.at_most, table["count"], table.total, ties))
+    joined = keyed.left_join(table, [*by, value])
     quantile = ibis.ifelse(joined[Derived.WATCH_MS].notnull(), joined.share, ibis.null("float64"))
     return _with_label(events, joined, _unwatched_is_zero(joined, quantile, ties))
 

@@ -18,10 +18,9 @@ from recpo.log.engine import Engine
 from recpo.log.events import absent, length_ms, number, timestamp_ms
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.log.files import Log
-from recpo.log.schema import Columns, Example, Fault, LogColumns
+from recpo.log.schema import EXAMPLES, Columns, Example, Fault, LogColumns
 from recpo.log.shaping import Label, NumericColumn, Severity
 
-_EXAMPLES: Final = 3
 _VALUES_SHOWN: Final = 8
 #: From this share of equal watch times, no quantile separates a quarter of the events from the rest.
 _MANY_TIES: Final = 0.25
@@ -167,7 +166,7 @@ def _length_checks(raw: ir.Table, mapping: Columns, max_watch_time: float) -> It
 
 def _flag_checks(raw: ir.Table) -> Iterator[Check]:
     behaviors = [column for column in raw.columns if column.startswith(BEHAVIOR)]
-    for column in (LogColumns.DISLIKE, LogColumns.IS_RANDOM, *behaviors):
+    for column in (*LogColumns.FLAGS, *behaviors):
         if column in raw.columns:
             value, fix = number(raw[column]), "expected a boolean, or 0 and 1"
             yield Check(column, "missing, taken as false", "missing", fix, absent(value))
@@ -221,7 +220,7 @@ def _scale_faults(engine: Engine, raw: ir.Table, log: Log, label: Label) -> list
 
 def examples(engine: Engine, offending: ir.Table, column: str, log: Log) -> list[Example]:
     """The first offending rows of a log or table, with the user's file name and row number."""
-    first = offending.order_by([Engine.FILE, Engine.ROW]).limit(_EXAMPLES)
+    first = offending.order_by([Engine.FILE, Engine.ROW]).limit(EXAMPLES)
     rows = engine.table(first.select(file=first[Engine.FILE], row=first[Engine.ROW], value=first[column])).to_pylist()
     files = {str(file.path): file for file in log.files}
     places = [(files[engine.file_of(row["file"])], row) for row in rows]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -29,7 +29,7 @@ from recpo.log.engine import Engine, EngineOptions, start_engine
 from recpo.log.feature_columns import CONTEXT, ENCODED, TableSide
 from recpo.log.files import find_files
 from recpo.log.locations import Location, Place, locate, remove_directory, writable
-from recpo.log.prepared import MANIFEST, Prepared, run_change
+from recpo.log.prepared import MANIFEST, Prepared, run_change, run_offsets
 from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogColumns
 
 _ROW_GROUP: Final = 1 << 16
@@ -203,8 +203,7 @@ def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], 
     def pieces() -> Iterator[tuple[int, pa.RecordBatch]]:
         for batch in without_repeats(batches):
             numbers = np.searchsorted(last_users, batch.column(Derived.USER_INDEX).to_numpy())
-            starts = np.flatnonzero(np.diff(numbers, prepend=-1))
-            for start, stop in zip(starts, [*starts[1:], batch.num_rows], strict=True):
+            for start, stop in pairwise(run_offsets(numbers)):
                 yield int(numbers[start]), batch.slice(start, stop - start)
 
     # outside the directory of shards, so that this directory can be read as one table of events
@@ -257,7 +256,7 @@ def _write_shard(block: pa.Table, file: Path, encoding: Encoding) -> dict[str, A
     return {
         "file": f"{file.parent.name}/{file.name}",
         "rows": table.num_rows,
-        "users": int(np.count_nonzero(np.diff(users, prepend=-1))),
+        "users": int(np.count_nonzero(run_change(users))),
         "last_user": int(users[-1]),
         "targets": int(np.count_nonzero(is_target)),
         **feedback.rule.counts(label[is_target], dislike[is_target]),

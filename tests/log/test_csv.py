@@ -16,7 +16,7 @@ MAPPING = {name: name for name in ("user_id", "item_id", "timestamp", "watch_tim
 def read(tmp_path, text, name="log.csv", encoding="utf-8"):
     content = text if isinstance(text, bytes) else text.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    names, faults, left_out, _ = csv_to_parquet(tmp_path / name, tmp_path / "staged.parquet", MAPPING, CsvFormat(), ())
+    names, faults, left_out, _ = csv_to_parquet(tmp_path / name, tmp_path / "staged.parquet", MAPPING, CsvFormat())
     return pq.read_table(tmp_path / "staged.parquet"), [str(fault) for fault in faults], left_out, names
 
 
@@ -103,7 +103,7 @@ def test_words_in_a_column_of_numbers_are_named_with_their_rows(tmp_path):
 )
 def test_a_word_that_turns_integer_ids_into_strings_is_named_with_its_row(tmp_path, values, said):
     (tmp_path / "log.csv").write_text("user_id,item_id\n" + "".join(f"{value},1\n" for value in values))
-    *_, warnings = csv_to_parquet(tmp_path / "log.csv", tmp_path / "staged.parquet", MAPPING, CsvFormat(), ())
+    *_, warnings = csv_to_parquet(tmp_path / "log.csv", tmp_path / "staged.parquet", MAPPING, CsvFormat())
     assert len(warnings) == bool(said)
     assert all(part in warnings[0] for part in said)
 

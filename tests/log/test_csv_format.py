@@ -20,7 +20,7 @@ def write(file, delimiter, named=True):
 
 def read(file, form):
     staged = file.with_name("staged.parquet")
-    names, faults, left_out, _ = csv_to_parquet(file, staged, {name: name for name in NAMES}, form, ())
+    names, faults, left_out, _ = csv_to_parquet(file, staged, {name: name for name in NAMES}, form)
     assert (names, faults, left_out) == (list(NAMES), [], [])
     return pq.read_table(staged).to_pydict()
 
@@ -46,9 +46,7 @@ def test_names_stand_in_for_the_first_line(tmp_path):
     file = write(tmp_path / "log.dat", "::", named=False)
     assert read(file, CsvFormat("::", NAMES))["timestamp"] == [1714500000, 1714500001, 1714500002]
     file.write_text(file.read_text() + "9::e\n")
-    _, (fault,), left_out, _ = csv_to_parquet(
-        file, tmp_path / "staged", {"user_id": "user_id"}, CsvFormat("::", NAMES), ()
-    )
+    _, (fault,), left_out, _ = csv_to_parquet(file, tmp_path / "staged", {"user_id": "user_id"}, CsvFormat("::", NAMES))
     assert left_out == [3]
     assert (fault.code, fault.count, fault.examples[0].row) == ("wrong_shape", 1, 3)
 
@@ -57,7 +55,7 @@ def test_a_delimiter_that_two_blocks_share_is_one(tmp_path):
     rows = 400_000  # blocks of Arrow have a megabyte
     (tmp_path / "log.dat").write_text("user_id::item_id\n" + "".join(f"{n}::{n % 7}\n" for n in range(rows)))
     names, faults, *_ = csv_to_parquet(
-        tmp_path / "log.dat", tmp_path / "staged", {"user_id": "user_id", "item_id": "item_id"}, CsvFormat("::"), ()
+        tmp_path / "log.dat", tmp_path / "staged", {"user_id": "user_id", "item_id": "item_id"}, CsvFormat("::")
     )
     assert (names, faults) == (["user_id", "item_id"], [])
     assert pq.read_table(tmp_path / "staged")["user_id"].to_pylist() == list(range(rows))
