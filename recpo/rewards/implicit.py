@@ -353,10 +353,10 @@ def sweep(
     total, counts = no_equations(*items.shape), np.zeros(len(items))
     of_items, of_users = items.T @ items, np.zeros((items.shape[1],) * 2)
     for chunk in parts:
-        mine = chunk.pairs.of_users(items[chunk.items], chunk.grade)
-        users = solve(mine, scaled(np.bincount(chunk.user), len(items)), unobserved * of_items)
+        mine = chunk.of_users(items[chunk.items], chunk.grade)
+        users = solve(mine, scaled(np.diff(chunk.starts), len(items)), unobserved * of_items)
         of_users += users.T @ users
-        total.add(chunk.items, chunk.pairs.of_items(users, chunk.grade))
+        total.add(chunk.items, chunk.of_items(users, chunk.grade))
         counts[chunk.items] += np.bincount(chunk.item, minlength=len(chunk.items))
     return solve(total, scaled(counts, num_users), unobserved * of_users)
 

@@ -199,9 +199,9 @@ def fit_items(
         squared, events = 0.0, 0
         for chunk in parts():
             shown = graded.Equations(table.left[chunk.items], table.right[chunk.items])
-            sums, own = chunk.pairs.of_moments(shown, chunk.grade - mean), features.of_users(chunk)
+            sums, own = chunk.of_moments(shown, chunk.grade - mean), features.of_users(chunk)
             part = posterior(sums, users, own, noise)
-            total.add(chunk.items, chunk.pairs.of_moments(moments(part), chunk.grade - mean, of_items=True))
+            total.add(chunk.items, chunk.of_moments(moments(part), chunk.grade - mean, of_items=True))
             summed.add(part, own)
             squared += float(np.square(chunk.grade - mean).sum())
             events += len(chunk.grade)
