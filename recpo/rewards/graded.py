@@ -400,15 +400,10 @@ def fit_items(
 
 
 def finish(
-    data: Prepared,
-    items: Items,
-    mean: float,
-    ridge: float,
-    options: FactorOptions,
-    finished: Callable[[int], object] = lambda _: None,
+    data: Prepared, items: Items, model: Factors, options: FactorOptions, finished: Callable[[int], object]
 ) -> Factors:
-    """The complete model: one more pass computes the users, the noise and the covariances of the items."""
-    width = items.rows.shape[1]
+    """The model completed: one more pass computes the users, the noise and the covariances of the items."""
+    width, mean, ridge = items.rows.shape[1], model.mean, model.ridge
     users = np.zeros((int(data.manifest["num_users"]), width), np.float32)
     left = no_equations(len(items.rows), width).left if options.uncertainty else None
     squared, count = 0.0, 0
@@ -421,7 +416,7 @@ def finish(
         if left is not None:
             left[chunk.items] += chunk.of_items(_with_one(weights[:, :-1]), chunk.grade).left
     return replace(
-        plain_factors(data, items, mean, ridge, options),
+        model,
         user_factors=torch.from_numpy(users),
         item_covariance=None if left is None else torch.from_numpy(inverses(left, width, ridge)),
         noise=squared / max(1, count),
