@@ -37,10 +37,8 @@ class Policy(nn.Module, ABC):
         num_tokens: ``T``, tokens per item.
         max_history: ``H``, the maximum number of history events it can read; callers keep the most recent ones.
         has_exact_log_prob: False if ``log_prob`` is an estimate (a sampled normalizer).
+        reads: what batches must contain for it, beyond items, feedback and times.
         reads_timestamps: it uses ``Histories.timestamps``, so a server must provide them too.
-        reads_behaviors: it uses ``Histories.behaviors``.
-        reads_user: it uses ``Histories.user``.
-        reads_context: it uses ``Histories.context``.
         reads_item_features: it needs the features of its items (``set_item_features``).
         catalog_checksum: checksum of the items it was built for, if they are fixed before training (semantic ids);
             None = any catalog of ``num_items``.
@@ -50,17 +48,10 @@ class Policy(nn.Module, ABC):
     max_history: int
     num_tokens: int = 1
     has_exact_log_prob: bool = True
+    reads: Reads = Reads()
     reads_timestamps: bool = False
-    reads_behaviors: bool = False
-    reads_user: bool = False
-    reads_context: bool = False
     reads_item_features: bool = False
     catalog_checksum: str | None = None
-
-    @property
-    def reads(self) -> Reads:
-        """What batches must contain for it, beyond items, feedback and times."""
-        return Reads(self.reads_behaviors, self.reads_user, self.reads_context)
 
     def set_item_counts(self, counts: Tensor) -> None:
         """Sets the training counts ``[V]`` of the items 1..V. Policies that do not use counts ignore them."""

@@ -40,8 +40,8 @@ class EventPlaces(NamedTuple):
 class Histories(NamedTuple):
     """What the policy knows about each context: events in order of time, padded on the right.
 
-    ``behaviors``, ``user`` and ``context`` are present only if the policy reads them (``Policy.reads_behaviors`` and so
-    on) and the log has them.
+    ``behaviors``, ``user`` and ``context`` are present only if the policy reads them (``Policy.reads``) and the log
+    has them.
 
     Attributes:
         item_ids: ``[B, H]`` int64, padded with 0.

@@ -98,10 +98,8 @@ class OnBase(Policy):
 
     def _read_as_base(self) -> None:
         base = self.base
-        self.reads_timestamps, self.reads_behaviors = base.reads_timestamps, base.reads_behaviors
-        self.reads_user = base.reads_user or self.second.reads_user
-        self.reads_context = base.reads_context
-        self.reads_item_features = base.reads_item_features
+        self.reads = base.reads | self.second.reads
+        self.reads_timestamps, self.reads_item_features = base.reads_timestamps, base.reads_item_features
 
 
 class _Read(NamedTuple):
