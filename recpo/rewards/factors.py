@@ -352,9 +352,9 @@ class Factors(Artifact):
         try:
             feedback, source = manifest["feedback"], f"{root / MANIFEST}, feedback"
             values: dict[str, Any] = {name: float(manifest[name]) for name in _NUMBERS}
+            values |= {"user_factors": None, "item_covariance": None} | load_file(root / _TENSORS)
             return cls(
                 **values,
-                **{"user_factors": None, "item_covariance": None} | load_file(root / _TENSORS),
                 catalog_checksum=str(manifest["catalog_checksum"]),
                 users_checksum=manifest["users_checksum"],
                 max_history=int(manifest["max_history"]),
