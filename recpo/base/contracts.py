@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -488,27 +488,29 @@ class TokenAdvantageEstimator(AdvantageEstimator):
         return self.token_advantages(batch, batch.slates.item_ids.unsqueeze(-1)).squeeze(-1)
 
 
+class MadeFor(NamedTuple):
+    """The data that a reward was made for, and the only ones that it scores.
+
+    Attributes:
+        catalog_checksum: of the items; None = any items.
+        users_checksum: of the users whose rewards it looks up by ``FeedbackBatch.user_ids``; None = it reads histories.
+        user_features_checksum: of the features of users that it reads (``Prepared.features_checksum``); None = not
+            known.
+        feedback: defines the feedback levels that it reads from histories; None = it reads none.
+    """
+
+    catalog_checksum: str | None = None
+    users_checksum: str | None = None
+    user_features_checksum: str | None = None
+    feedback: FeedbackDefinition | None = None
+
+
 class RewardFunction(Component, ABC):
     """Scores candidates, which come from the log or from the policy. Implementations are dataclasses."""
 
     @property
-    def catalog_checksum(self) -> str | None:
-        """Checksum of the items that it was made for; None = any items."""
-        return None
-
-    @property
-    def users_checksum(self) -> str | None:
-        """Checksum of the users whose rewards it looks up by ``FeedbackBatch.user_ids``; None = it reads histories."""
-        return None
-
-    @property
-    def user_features_checksum(self) -> str | None:
-        """Checksum of the features of users that it reads (``Prepared.features_checksum``); None = not known."""
-        return None
-
-    @property
-    def feedback(self) -> tuple[FeedbackDefinition, ...]:
-        """The definitions of the feedback levels that it reads from histories; empty = it reads none."""
+    def made_for(self) -> tuple[MadeFor, ...]:
+        """The data that it was made for, or that every reward was which it is computed from; empty = any."""
         return ()
 
     @property
