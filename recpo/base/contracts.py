@@ -369,7 +369,11 @@ class Requirement(StrEnum):
 
 
 class Component:
-    """What an objective, an advantage estimator and a reward have in common: what they require and read."""
+    """What objectives, advantage estimators and rewards have in common: options, and what they require and read."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
+        validate_ranges(self, f"{type(self).__name__}.")
 
     @property
     def requires(self) -> frozenset[str]:
@@ -396,10 +400,6 @@ class Component:
 
 class Objective(Component, ABC):
     """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
-
-    def __post_init__(self) -> None:
-        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
-        validate_ranges(self, f"{type(self).__name__}.")
 
     @property
     def num_scores(self) -> int:
@@ -450,10 +450,6 @@ class AdvantageEstimator(Component, ABC):
     """
 
     whiten: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
-        validate_ranges(self, f"{type(self).__name__}.")
 
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import MadeFor, Requirement, RewardFunction
-from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError, validate_ranges
+from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.log.prepared import Prepared
@@ -229,9 +229,6 @@ class ValidityReward(RewardFunction):
 
     count: PositiveInt = 5
 
-    def __post_init__(self) -> None:
-        validate_ranges(self, "ValidityReward.")
-
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``. It draws from torch's random numbers, which training seeds at every step."""
         draws = torch.rand(candidates.mask.shape, device=candidates.mask.device).masked_fill(~candidates.mask, 2.0)
@@ -267,7 +264,7 @@ class FactorReward(RewardFunction):
 
     def __post_init__(self) -> None:
         # what is wrong is said before training starts
-        validate_ranges(self, "FactorReward.")
+        super().__post_init__()
         if self.users not in ("trained", "folded"):
             raise RecpoError(
                 f"FactorReward: users is {self.users!r}; it is trained or folded",
@@ -406,7 +403,7 @@ class EnsembleReward(_CombinedReward):
                 code="out_of_range",
                 field="EnsembleReward.members",
             )
-        validate_ranges(self, "EnsembleReward.")
+        super().__post_init__()
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
