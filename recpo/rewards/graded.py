@@ -336,10 +336,9 @@ def sweep(parts: Iterator[Chunk], items: Items, mean: float, ridge: float) -> It
     return Items(_with_one(weights[:, :-1]), weights[:, -1])
 
 
-def first_items(num_items: int, rank: int, seed: int) -> Items:
-    """Small random factors and no bias."""
-    factors = np.random.default_rng(seed).normal(0.0, 0.1, (num_items, rank))
-    return Items(_with_one(factors), np.zeros(num_items))
+def first_factors(num_items: int, rank: int, seed: int) -> np.ndarray:
+    """Small random factors ``[V, r]``."""
+    return np.random.default_rng(seed).normal(0.0, 0.1, (num_items, rank))
 
 
 def _with_one(factors: np.ndarray) -> np.ndarray:
@@ -393,7 +392,8 @@ def fit_items(
     data: Prepared, mean: float, rank: int, ridge: float, options: FactorOptions, finished: Callable[[int], object]
 ) -> Items:
     """Item factors and biases after all sweeps."""
-    items, parts = first_items(data.num_items, rank, options.seed), repeated(partial(chunks, data, finished), finished)
+    first = first_factors(data.num_items, rank, options.seed)
+    items, parts = Items(_with_one(first), np.zeros(len(first))), repeated(partial(chunks, data, finished), finished)
     for _ in range(options.sweeps):
         items = sweep(parts(), items, mean, ridge)
     return items
