@@ -62,17 +62,18 @@ _K: Final = 10
 _NDCG: Final = f"NDCG@{_K}"
 
 
-def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Users and items (from 0) of the distinct positive pairs of the training events, and the number of events read.
-
-    They come in the pieces of ``Prepared.train_columns``.
-    """
+def positive_events(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Users and items of the positive training events, in the pieces of ``Prepared.train_columns``; events read."""
     for columns in data.train_columns(["user_index", "item_index", "label", "dislike"]):
         positive = data.feedback.rule.positive(columns["label"], columns["dislike"])
-        user = columns["user_index"][positive].astype(np.int64)
-        item = columns["item_index"][positive].astype(np.int64) - 1
-        pairs = np.unique(user * data.num_items + item)
-        yield pairs // data.num_items, pairs % data.num_items, len(positive)
+        yield columns["user_index"][positive], columns["item_index"][positive], len(positive)
+
+
+def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Users and items (from 0) of the distinct positive pairs of ``positive_events``, and the number of events read."""
+    for user, item, read in positive_events(data):
+        pairs = np.unique(user.astype(np.int64) * data.num_items + item.astype(np.int64) - 1)
+        yield pairs // data.num_items, pairs % data.num_items, read
 
 
 def positive_places(histories: Histories, max_history: int) -> Tensor:
