@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -41,6 +41,7 @@ class OnBase(Policy):
     temperature: float
     _second: ClassVar[str]
     _keeps = False
+    _kept: tuple[Any, ...] = ()  # what was read of these histories, at any temperature
 
     def __init__(
         self, num_items: int, base: Callable[[int], Policy], second: GradeFactors | BaselinePolicy, temperature: float
@@ -90,11 +91,7 @@ class OnBase(Policy):
         try:
             yield
         finally:
-            self._keeps = False
-            self._forget()
-
-    def _forget(self) -> None:
-        """Drops what was kept."""
+            self._keeps, self._kept = False, ()
 
     def _read_as_base(self) -> None:
         base = self.base
@@ -130,7 +127,6 @@ class TiltedPolicy(OnBase, StatePolicy):
     base: DotProductPolicy
     factors: GradeFactors
     _second = "factors"
-    _read: _Read | None = None
 
     def __init__(
         self,
@@ -247,17 +243,14 @@ class TiltedPolicy(OnBase, StatePolicy):
         plan = scoring_plan(batch, needed)
         return plan, self._states_at(batch.histories, plan.rows) if states is None else take_rows(states, plan.rows)
 
-    def _forget(self) -> None:
-        self._read = None
-
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
         readable_ids(histories, self.max_history)
-        read = self._read
-        if read is None or read.histories is not histories:
+        read: _Read | None = next((one for one in self._kept if one.histories is histories), None)
+        if read is None:
             states = self.base.last_states(histories.recent(self.base.max_history))
             read = _Read(histories, states, self.factors.fold_in(histories))
-            self._read = read if self._keeps else None
+            self._kept = (read,) if self._keeps else ()
         return self._joined(read.of_base, read.users)
 
     def _states_at(self, histories: Histories, rows: Tensor) -> Tensor:
@@ -320,7 +313,6 @@ class _Reranked(OnBase):
     """
 
     has_exact_log_prob = False
-    _lists: tuple[_Listed, ...] = ()
 
     def __init__(
         self,
@@ -392,19 +384,16 @@ class _Reranked(OnBase):
 
     def _ranked(self, histories: Histories, size: int | None = None, exclude: Tensor | None = None) -> _Ranked:
         size = min(self.num_items, self.candidates if size is None else size)
-        kept = next((one for one in self._lists if one.is_of(histories, size, exclude)), None)
+        kept: _Listed | None = next((one for one in self._kept if one.is_of(histories, size, exclude)), None)
         if kept is None:
             listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
             kept = _Listed(histories, size, exclude, listed, self._known(histories))
-            self._lists = (*self._lists, kept) if self._keeps else ()
+            self._kept = (*self._kept, kept) if self._keeps else ()
         listed, known = kept.listed, kept.known
         scores = listed.scores + self._gains(known, listed.item_ids) / self.temperature
         # finite even if no item remains
         lse = scores.logsumexp(1).clamp_min(torch.finfo(scores.dtype).min)
         return _Ranked(known, listed.item_ids, listed.scores, scores, lse)
-
-    def _forget(self) -> None:
-        self._lists = ()
 
     def _log_prob_of(self, items: Tensor, state: Tensor, ranked: _Ranked, histories: Histories, rows: Tensor) -> Tensor:
         """Log-probabilities ``[N, T]`` of items ``[N]``, each after its own prefix."""
