@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -37,10 +37,8 @@ class Policy(nn.Module, ABC):
         num_tokens: ``T``, tokens per item.
         max_history: ``H``, the maximum number of history events it can read; callers keep the most recent ones.
         has_exact_log_prob: False if ``log_prob`` is an estimate (a sampled normalizer).
+        reads: what batches must contain for it, beyond items, feedback and times.
         reads_timestamps: it uses ``Histories.timestamps``, so a server must provide them too.
-        reads_behaviors: it uses ``Histories.behaviors``.
-        reads_user: it uses ``Histories.user``.
-        reads_context: it uses ``Histories.context``.
         reads_item_features: it needs the features of its items (``set_item_features``).
         catalog_checksum: checksum of the items it was built for, if they are fixed before training (semantic ids);
             None = any catalog of ``num_items``.
@@ -50,17 +48,10 @@ class Policy(nn.Module, ABC):
     max_history: int
     num_tokens: int = 1
     has_exact_log_prob: bool = True
+    reads: Reads = Reads()
     reads_timestamps: bool = False
-    reads_behaviors: bool = False
-    reads_user: bool = False
-    reads_context: bool = False
     reads_item_features: bool = False
     catalog_checksum: str | None = None
-
-    @property
-    def reads(self) -> Reads:
-        """What batches must contain for it, beyond items, feedback and times."""
-        return Reads(self.reads_behaviors, self.reads_user, self.reads_context)
 
     def set_item_counts(self, counts: Tensor) -> None:
         """Sets the training counts ``[V]`` of the items 1..V. Policies that do not use counts ignore them."""
@@ -378,7 +369,11 @@ class Requirement(StrEnum):
 
 
 class Component:
-    """What an objective, an advantage estimator and a reward have in common: what they require and read."""
+    """What objectives, advantage estimators and rewards have in common: options, and what they require and read."""
+
+    def __post_init__(self) -> None:
+        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
+        validate_ranges(self, f"{type(self).__name__}.")
 
     @property
     def requires(self) -> frozenset[str]:
@@ -405,10 +400,6 @@ class Component:
 
 class Objective(Component, ABC):
     """A loss over ``ObjectiveInputs``; implementations are frozen dataclasses whose fields are the hyper-parameters."""
-
-    def __post_init__(self) -> None:
-        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
-        validate_ranges(self, f"{type(self).__name__}.")
 
     @property
     def num_scores(self) -> int:
@@ -460,10 +451,6 @@ class AdvantageEstimator(Component, ABC):
 
     whiten: bool = field(default=False, kw_only=True)
 
-    def __post_init__(self) -> None:
-        """Checks the fields whose types are ranges (``recpo.base.errors``)."""
-        validate_ranges(self, f"{type(self).__name__}.")
-
     @abstractmethod
     def __call__(self, batch: FeedbackBatch, values: Tensor | None = None) -> Tensor:
         """Returns advantages ``[B, S]``, 0 at masked positions, without gradient."""
@@ -497,27 +484,29 @@ class TokenAdvantageEstimator(AdvantageEstimator):
         return self.token_advantages(batch, batch.slates.item_ids.unsqueeze(-1)).squeeze(-1)
 
 
+class MadeFor(NamedTuple):
+    """The data that a reward was made for, and the only ones that it scores.
+
+    Attributes:
+        catalog_checksum: of the items; None = any items.
+        users_checksum: of the users whose rewards it looks up by ``FeedbackBatch.user_ids``; None = it reads histories.
+        user_features_checksum: of the features of users that it reads (``Prepared.features_checksum``); None = not
+            known.
+        feedback: defines the feedback levels that it reads from histories; None = it reads none.
+    """
+
+    catalog_checksum: str | None = None
+    users_checksum: str | None = None
+    user_features_checksum: str | None = None
+    feedback: FeedbackDefinition | None = None
+
+
 class RewardFunction(Component, ABC):
     """Scores candidates, which come from the log or from the policy. Implementations are dataclasses."""
 
     @property
-    def catalog_checksum(self) -> str | None:
-        """Checksum of the items that it was made for; None = any items."""
-        return None
-
-    @property
-    def users_checksum(self) -> str | None:
-        """Checksum of the users whose rewards it looks up by ``FeedbackBatch.user_ids``; None = it reads histories."""
-        return None
-
-    @property
-    def user_features_checksum(self) -> str | None:
-        """Checksum of the features of users that it reads (``Prepared.features_checksum``); None = not known."""
-        return None
-
-    @property
-    def feedback(self) -> tuple[FeedbackDefinition, ...]:
-        """The definitions of the feedback levels that it reads from histories; empty = it reads none."""
+    def made_for(self) -> tuple[MadeFor, ...]:
+        """The data that it was made for, or that every reward was which it is computed from; empty = any."""
         return ()
 
     @property

@@ -106,11 +106,6 @@ class Interrupted(KeyboardInterrupt):
         self.status = status
 
 
-def validate_seed(seed: int, name: str = "seed") -> None:
-    """Raises ``RecpoError`` if the option ``name`` is not a seed from 0 to ``MAX_SEED``."""
-    validate_range(0 <= seed <= MAX_SEED, name, f"must be between 0 and {MAX_SEED}", seed)
-
-
 def validate_range(fits: bool, name: str, rule: str, value: object) -> None:
     """Raises ``RecpoError`` unless the option ``name`` fits its range; ``rule`` says it, such as "must be above 0"."""
     if not fits:

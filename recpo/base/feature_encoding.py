@@ -362,8 +362,7 @@ def decoded(fitted: FittedFeatures, arrays: FeatureArrays) -> dict[str, pa.Array
     for place, number in enumerate(of_type(fitted.features, Number)):
         columns[number.name] = pa.array(_numbers(number, arrays.numbers[:, place]), from_pandas=True)
     for rows, vector in zip(arrays.vectors, of_type(fitted.features, Vector), strict=True):
-        known = ~np.isnan(rows).any(1)
-        columns[vector.name] = pa.array([row.tolist() if kept else None for row, kept in zip(rows, known, strict=True)])
+        columns[vector.name] = pa.array([None if np.isnan(row).any() else row.tolist() for row in rows])
         columns[vector.name] = columns[vector.name].cast(pa.list_(pa.float32()))
     return columns
 

@@ -17,7 +17,7 @@ import re
 from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -55,6 +55,8 @@ class Reads(NamedTuple):
 MISSING, UNKNOWN, FIRST_CODE = 0, 1, 2
 _REMEDY: Final = "prepare the log again"
 _F = TypeVar("_F", bound="Feature")
+_Column = TypeVar("_Column", bound=Any)  # np.ndarray or Tensor
+_Changed = TypeVar("_Changed", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -439,62 +441,66 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
-class FeatureArrays(NamedTuple):
-    """``recpo.base.types.Features`` in NumPy: each field in the order of the schema, with the same leading shape.
+class FeatureColumns(NamedTuple, Generic[_Column]):
+    """Features of items, users or requests, as NumPy arrays or as tensors. Each field follows the order of the schema.
 
     Attributes:
-        codes: ``[..., C]`` int64, one for each ``Category``; 0 missing, 1 unknown.
-        lists: for each ``Categories`` ``[..., L]`` int64, 0 pads.
-        numbers: ``[..., N]`` float32, standardized; nan = missing.
-        vectors: for each ``Vector`` ``[..., w]`` float32; a row of nan = missing.
+        codes: ``[..., C]`` int64, one column per ``Category``: 0 missing, 1 unknown, 2 and up the vocabulary.
+        lists: one ``[..., L]`` int64 per ``Categories``: distinct codes of its vocabulary, padded with 0. All 0 means
+            missing.
+        numbers: ``[..., N]`` float32, one column per ``Number``, standardized; nan = missing.
+        vectors: one ``[..., w]`` float32 per ``Vector``; a row of nan = missing.
     """
 
-    codes: np.ndarray
-    lists: tuple[np.ndarray, ...]
-    numbers: np.ndarray
-    vectors: tuple[np.ndarray, ...]
+    codes: _Column
+    lists: tuple[_Column, ...]
+    numbers: _Column
+    vectors: tuple[_Column, ...]
 
-    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> FeatureArrays:
-        """Applies ``change`` to every array."""
-        return FeatureArrays(
+    def map(self, change: Callable[[_Column], _Changed]) -> FeatureColumns[_Changed]:
+        """Applies ``change`` to every column."""
+        return FeatureColumns(
             change(self.codes), tuple(map(change, self.lists)), change(self.numbers), tuple(map(change, self.vectors))
         )
 
-    def rows(self, index: np.ndarray) -> FeatureArrays:
-        """The rows ``index``, of any shape."""
+    def rows(self, index: _Column) -> FeatureColumns[_Column]:
+        """The rows ``index`` (any shape). Row 0 of item features belongs to no item; all its features are missing."""
         return self.map(lambda column: column[index])
 
-    def where(self, kept: np.ndarray) -> FeatureArrays:
-        """Keeps the rows where ``kept`` (bool, of the leading shape) is true. Other rows have only missing features."""
+    def where(self, kept: _Column) -> FeatureColumns[_Column]:
+        """Keeps the rows in ``kept`` (bool, the leading shape) and sets every feature of the other rows to missing."""
 
-        def masked(column: np.ndarray) -> np.ndarray:
-            missing = np.nan if column.dtype.kind == "f" else 0
-            return np.where(kept[..., None], column, column.dtype.type(missing))
+        def masked(column: Any) -> Any:
+            if isinstance(column, np.ndarray):
+                missing = np.nan if column.dtype.kind == "f" else 0
+                return np.where(kept[..., None], column, column.dtype.type(missing))
+            return column.masked_fill(~kept[..., None], np.nan if column.is_floating_point() else 0)
 
         return self.map(masked)
 
-    def joined(self, *others: FeatureArrays) -> FeatureArrays:
+    def joined(self: FeatureArrays, *others: FeatureArrays) -> FeatureArrays:
         """These rows, followed by the rows of ``others``."""
         codes, lists, numbers, vectors = zip(self, *others, strict=True)
 
         def each(parts: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
             return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
-        return FeatureArrays(np.concatenate(codes), each(lists), np.concatenate(numbers), each(vectors))
+        return FeatureColumns(np.concatenate(codes), each(lists), np.concatenate(numbers), each(vectors))
 
-    def tensors(self) -> Features:
+    def tensors(self: FeatureArrays) -> Features:
         """Tensors that share the memory of the arrays."""
         import torch  # imported here because servers without torch read features too
 
-        from recpo.base.types import Features
+        return self.map(torch.from_numpy)
 
-        return Features(*self.map(torch.from_numpy))  # type: ignore[arg-type]  # tensors instead of arrays
+
+FeatureArrays = FeatureColumns[np.ndarray]
 
 
 def missing_features(features: Sequence[Feature], shape: tuple[int, ...]) -> FeatureArrays:
     """Features that are all missing, with the leading ``shape``."""
     nan = np.float32(np.nan)
-    return FeatureArrays(
+    return FeatureColumns(
         np.zeros((*shape, len(of_type(features, Category))), np.int64),
         tuple(np.zeros((*shape, one.length), np.int64) for one in of_type(features, Categories)),
         np.full((*shape, len(of_type(features, Number))), nan),

@@ -14,43 +14,13 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from recpo.base.features import FeatureColumns
+
 _Batch = TypeVar("_Batch", bound=tuple)
 
 
-class Features(NamedTuple):
-    """Features of items, users or requests (``recpo.base.features``). Each field follows the order of the schema.
-
-    Attributes:
-        codes: ``[..., C]`` int64, one column per ``Category``: 0 missing, 1 unknown, 2 and up the vocabulary.
-        lists: one tensor ``[..., L]`` int64 per ``Categories``: distinct codes of its vocabulary, padded with 0. All 0
-            means missing.
-        numbers: ``[..., N]`` float32, one column per ``Number``, standardized; nan = missing.
-        vectors: one tensor ``[..., w]`` float32 per ``Vector``; a row of nan = missing.
-    """
-
-    codes: Tensor
-    lists: tuple[Tensor, ...]
-    numbers: Tensor
-    vectors: tuple[Tensor, ...]
-
-    def rows(self, index: Tensor) -> Features:
-        """The rows ``index`` (any shape). Row 0 of item features belongs to no item; all its features are missing."""
-        return self.map(lambda column: column[index])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Features:
-        """Applies ``change`` to every tensor."""
-        return Features(
-            change(self.codes), tuple(map(change, self.lists)), change(self.numbers), tuple(map(change, self.vectors))
-        )
-
-    def where(self, kept: Tensor) -> Features:
-        """Keeps the rows in ``kept`` (bool, the leading shape) and sets every feature of the other rows to missing."""
-
-        def masked(column: Tensor) -> Tensor:
-            missing = float("nan") if column.is_floating_point() else 0
-            return column.masked_fill(~kept[..., None], missing)
-
-        return self.map(masked)
+#: Features of items, users or requests as tensors.
+Features = FeatureColumns[Tensor]
 
 
 class EventPlaces(NamedTuple):
@@ -70,8 +40,8 @@ class EventPlaces(NamedTuple):
 class Histories(NamedTuple):
     """What the policy knows about each context: events in order of time, padded on the right.
 
-    ``behaviors``, ``user`` and ``context`` are present only if the policy reads them (``Policy.reads_behaviors`` and so
-    on) and the log has them.
+    ``behaviors``, ``user`` and ``context`` are present only if the policy reads them (``Policy.reads``) and the log
+    has them.
 
     Attributes:
         item_ids: ``[B, H]`` int64, padded with 0.

@@ -25,7 +25,7 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from recpo.base.errors import RecpoError, validate_range, validate_seed
+from recpo.base.errors import MAX_SEED, RecpoError, validate_range
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch
 from recpo.batches.slates import HeldOutBatches, Layout, Rank, SequenceLayout, Windows
@@ -490,7 +490,7 @@ class FeedbackDataModule(LightningDataModule):
             validate_range(size >= least, f"data.{name}", f"must be at least {least}", size)
         rule = f"must be at most {_MOST_WORKERS}"
         validate_range(num_workers <= _MOST_WORKERS, "data.num_workers", rule, num_workers)
-        validate_seed(seed, "data.seed")
+        validate_range(0 <= seed <= MAX_SEED, "data.seed", f"must be between 0 and {MAX_SEED}", seed)
         self.prepared = Prepared.open(prepared)
         self.layout = layout
         self._batch_size, self._num_workers, self._seed = batch_size, num_workers, seed

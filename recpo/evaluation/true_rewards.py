@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import RewardFunction
+from recpo.base.contracts import MadeFor, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.baselines import by_place, first_allowed
@@ -129,14 +129,10 @@ class TrueReward(RewardFunction):
     prepared: str | Path
 
     @property
-    def catalog_checksum(self) -> str | None:
-        """See ``RewardFunction.catalog_checksum``."""
-        return Prepared.open(self.prepared).catalog_checksum
-
-    @property
-    def users_checksum(self) -> str | None:
-        """See ``RewardFunction.users_checksum``."""
-        return Prepared.open(self.prepared).users_checksum
+    def made_for(self) -> tuple[MadeFor, ...]:
+        """See ``RewardFunction.made_for``."""
+        data = Prepared.open(self.prepared)
+        return (MadeFor(data.catalog_checksum, data.users_checksum),)
 
     @cached_property
     def _known(self) -> TrueRewards:

@@ -359,7 +359,7 @@ class VectorsFromFeatures(VectorSource):
         """
         feature = self._found(data)
         values = read_features([feature], data.table(ITEM_FEATURES, [feature.name])).vectors[0]
-        absent, shown_as = np.isnan(values).any(1), f"{data.root}: {feature.name}"
+        absent, shown_as = np.any(np.isnan(values), 1), f"{data.root}: {feature.name}"
         lacking = _substituted(values, absent, self.missing, items, earlier, shown_as, feature.name)
         return ItemVectors(values, {"feature": feature.name, "items_missing": lacking})
 

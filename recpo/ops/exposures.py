@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
+from recpo.ops.hashing import mixed_bits
 from recpo.ops.ranking import first_places, is_member
 
 #: Number of items that are drawn per user for ``AUC_unseen``.
@@ -108,7 +109,7 @@ def unseen_items(batch: EvaluationBatch, num_items: int, unavailable: Tensor | N
         unavailable: ``[B, M]`` items that were no candidates, padded with 0; None = all were.
     """
     place = torch.arange(UNSEEN_DRAWS, device=batch.user_ids.device)
-    drawn = _mixed_bits(batch.user_ids[:, None] * UNSEEN_DRAWS + place) % num_items + 1
+    drawn = mixed_bits(batch.user_ids[:, None] * UNSEEN_DRAWS + place + 1, 62) % num_items + 1
     seen = [batch.past, batch.exclude, batch.feedback.slates.item_ids, batch.feedback.histories.item_ids]
     seen += [] if unavailable is None else [unavailable]
     kept = first_places(drawn, ~is_member(drawn, torch.cat([part.long() for part in seen], 1)))
@@ -122,19 +123,6 @@ def with_unseen(batch: EvaluationBatch, num_items: int, unavailable: Tensor | No
     logged, unseen = (slates.item_ids, slates.visible, slates.mask), (drawn, lengths.expand_as(drawn), drawn > 0)
     parts = zip(logged, unseen, strict=True)
     return batch.feedback._replace(slates=Slates(*(torch.cat([own, more], 1) for own, more in parts)))
-
-
-def _mixed_bits(values: Tensor) -> Tensor:
-    """SplitMix64 of int64 values, 0..2^62: integers that look random (Steele, Lea and Flood, OOPSLA 2014)."""
-    values = (values + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; products wrap around
-    values = (values ^ _shifted(values, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    values = (values ^ _shifted(values, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return _shifted(values ^ _shifted(values, 31), 2)
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right; that of torch copies the sign."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def unseen_auc(scores: Tensor, of_unseen: Tensor, targets: Targets, unseen: Tensor) -> dict[str, Tensor]:

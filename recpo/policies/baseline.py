@@ -125,7 +125,7 @@ class FactorPolicy(BaselinePolicy):
     ) -> None:
         super().__init__(num_items, max_history=factors.max_history, temperature=temperature)
         self.factors = grade_factors.GradeFactors(num_items, factors)
-        self.reads_user = factors.user_features
+        self.reads = self.factors.reads
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
         """See ``Policy.set_schema``."""

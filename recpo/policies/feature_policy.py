@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from recpo.base.contracts import StatePolicy
 from recpo.base.errors import RecpoError
-from recpo.base.features import FeatureSchema
+from recpo.base.features import FeatureSchema, Reads
 from recpo.base.types import Features, Histories
 from recpo.policies.blocks import TIME_BUCKETS, Linear, logarithmic_buckets
 from recpo.policies.encoder import EncoderOptions, HistoryEncoder
@@ -178,8 +178,7 @@ class FeaturePolicy(StatePolicy, EncoderOptions):
         """Sets what batches must contain. A subclass calls it after it has created the encoder."""
         self.history_features = None
         self.reads_item_features = self.item_features is not None
-        self.reads_user, self.reads_context = self.user_features, self.context_features
-        self.reads_behaviors = self.behaviors
+        self.reads = Reads(self.behaviors, self.user_features, self.context_features)
         self.reads_timestamps = self.encoder.reads_time or self.time_gaps
         self._schema_missing = self.reads_item_features or any(self.reads)
         if self.time_gaps and not self._schema_missing:  # no schema describes them

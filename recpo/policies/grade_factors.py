@@ -23,7 +23,7 @@ from recpo.base.errors import (
     validate_range,
     validate_ranges,
 )
-from recpo.base.features import UNKNOWN, Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
+from recpo.base.features import UNKNOWN, Categories, Category, Feature, FeatureSchema, Number, Reads, Vector, of_type
 from recpo.base.feedback import GRADES
 from recpo.base.types import Features, Histories
 
@@ -81,6 +81,8 @@ class GradeFactors(nn.Module):
         prior_variance: ``[r]``, ``factor_variance`` of such an item.
         prior_covariance: ``[r + 1, r + 1]``, the inverse of its normal matrix.
         item_variances: ``[V + 1, rooted]``, ``t``.
+        max_history: number of most recent events that ``fold_in`` reads.
+        reads: features of users, or nothing.
         rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
     """
 
@@ -98,6 +100,7 @@ class GradeFactors(nn.Module):
     def __init__(self, num_items: int, options: GradeFactorsOptions) -> None:
         super().__init__()
         self.options, rank = options, options.rank
+        self.max_history, self.reads = options.max_history, Reads(user=options.user_features)
         self.rooted = (rank + 1) * (rank + 2) if options.lower_bound else 0
         self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
@@ -113,8 +116,8 @@ class GradeFactors(nn.Module):
         # the value for an unknown level is arbitrary: such an event has weight 0
         self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
 
-    def set_schema(self, schema: FeatureSchema) -> None:
-        """Creates the priors for the features of a schema, as far as the model reads features.
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """Creates the priors for the features of a schema, as far as the model reads features; behaviors it does not.
 
         Raises:
             RecpoError: it reads some that the schema does not have.

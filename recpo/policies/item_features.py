@@ -18,6 +18,7 @@ from recpo.base.errors import PositiveInt, RecpoError, validate_range, validate_
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, Number, Vector, of_type
 from recpo.base.types import Features
 from recpo.ops import kernels
+from recpo.ops.hashing import mixed_bits
 from recpo.policies.blocks import Linear
 
 
@@ -339,22 +340,5 @@ class _Matrix(torch.autograd.Function):
 
 
 def drawn(ids: Tensor, seed: int, rate: float) -> Tensor:
-    """True for a share ``rate`` of the ids. A hash of seed and id decides, so nothing has to be stored.
-
-    Steele et al., "Fast splittable pseudorandom number generators" (2014), the mixing function of SplitMix64.
-    """
-    mixed = ids * _signed(0x9E3779B97F4A7C15) + _signed(seed * 0xD1342543DE82EF95 + 1)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
-    return _shifted(mixed ^ _shifted(mixed, 31), 11) < int(rate * 2**53)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the lowest 64 bits of ``value``."""
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (fills with zeros)."""
-    return (values >> bits) & (2 ** (64 - bits) - 1)
+    """True for a share ``rate`` of the ids, which a hash of seed and id decides."""
+    return mixed_bits(ids, 53, seed * 0xD1342543DE82EF95 + 1) < int(rate * 2**53)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from recpo.base.errors import RecpoError
 from recpo.base.types import Recommendations, SamplingOptions
 from recpo.ops.surrogate import log1mexp
+from recpo.policies.catalog_search import ties_to_smaller_id
 from recpo.policies.sampling import gumbel_like, nucleus, validate_sampling
 
 # A level also stores one bit per node and code if that takes at most this many bytes per child. For few nodes with
@@ -376,10 +377,8 @@ class CodeSearch(ABC):
 
 def _list_of(trie: Trie, leaves: Tensor, scores: Tensor, k: int) -> Recommendations:
     """The first k beams ``[B, W]`` of the last level; equal scores are ordered by id."""
-    new_run = F.pad(scores[:, 1:] != scores[:, :-1], (1, 0))
-    keys = new_run.long().cumsum(1) * (trie.num_items + 1) + trie.items(leaves)
     dead = scores <= NEVER / 2
-    ids = (keys.sort(1).values % (trie.num_items + 1)).masked_fill(dead, 0)[:, :k]
+    ids = ties_to_smaller_id(scores, trie.items(leaves), trie.num_items + 1).masked_fill(dead, 0)[:, :k]
     scores = scores.masked_fill(dead, -torch.inf)[:, :k]
     missing = k - ids.shape[1]
     return Recommendations(F.pad(ids, (0, missing)), F.pad(scores, (0, missing), value=-torch.inf))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -30,7 +30,7 @@ from recpo.policies.sampling import HISTORIES_AT_ONCE, planned_items, prefixes, 
 
 
 class OnBase(Policy):
-    """A policy that tilts another one, its base, and passes the features that it receives on to it.
+    """A policy that tilts another one, its base, by a second model, and passes on to both what it receives.
 
     Attributes:
         base: the policy that is tilted.
@@ -39,7 +39,30 @@ class OnBase(Policy):
 
     base: Policy
     temperature: float
+    _second: ClassVar[str]
     _keeps = False
+    _kept: tuple[Any, ...] = ()  # what was read of these histories, at any temperature
+
+    def __init__(
+        self, num_items: int, base: Callable[[int], Policy], second: GradeFactors | BaselinePolicy, temperature: float
+    ) -> None:
+        validate_temperature(temperature)
+        Policy.__init__(self)  # not that of BaselinePolicy, which would be told what follows here
+        self.base, self.temperature = base(num_items), temperature
+        setattr(self, self._second, second)
+        self.num_items, self.max_history = num_items, max(self.base.max_history, second.max_history)
+        self._read_as_base()
+
+    @property
+    def second(self) -> GradeFactors | BaselinePolicy:
+        """What tilts the base: a factor model of grades, or a baseline with its scores."""
+        model: GradeFactors | BaselinePolicy = getattr(self, self._second)
+        return model
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """See ``Policy.set_schema``."""
+        self.base.set_schema(schema, behaviors)
+        self.second.set_schema(schema, behaviors)
 
     def set_item_features(self, features: Features) -> None:
         """See ``Policy.set_item_features``."""
@@ -68,69 +91,12 @@ class OnBase(Policy):
         try:
             yield
         finally:
-            self._keeps = False
-            self._forget()
-
-    def _forget(self) -> None:
-        """Drops what was kept."""
+            self._keeps, self._kept = False, ()
 
     def _read_as_base(self) -> None:
         base = self.base
-        self.reads_timestamps, self.reads_behaviors = base.reads_timestamps, base.reads_behaviors
-        self.reads_user = base.reads_user or self._also_reads_user
-        self.reads_context = base.reads_context
-        self.reads_item_features = base.reads_item_features
-
-    @property
-    @abstractmethod
-    def _also_reads_user(self) -> bool:
-        """Whether what tilts the base reads features of users."""
-
-
-class _OnFactors(OnBase):
-    """A policy that is tilted by a factor model of grades."""
-
-    def __init__(
-        self, num_items: int, base: Callable[[int], Policy], factors: GradeFactorsOptions, temperature: float
-    ) -> None:
-        validate_temperature(temperature)
-        super().__init__()
-        self.base, self.factors, self.temperature = base(num_items), GradeFactors(num_items, factors), temperature
-        self.num_items, self.max_history = num_items, max(self.base.max_history, factors.max_history)
-        self._read_as_base()
-
-    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
-        """See ``Policy.set_schema``."""
-        self.base.set_schema(schema, behaviors)
-        self.factors.set_schema(schema)
-
-    @property
-    def _also_reads_user(self) -> bool:
-        return self.factors.options.user_features
-
-
-class _OnScores(OnBase):
-    """A policy that is tilted by the scores of a baseline."""
-
-    scored: BaselinePolicy
-
-    def __init__(
-        self, num_items: int, base: Callable[[int], Policy], scored: Callable[[int], BaselinePolicy], temperature: float
-    ) -> None:
-        validate_temperature(temperature)
-        Policy.__init__(self)  # not that of BaselinePolicy, which would be told what follows here
-        self.base, self.scored, self.temperature = base(num_items), scored(num_items), temperature
-        self.num_items, self.max_history = num_items, max(self.base.max_history, self.scored.max_history)
-        self._read_as_base()
-
-    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
-        """See ``Policy.set_schema``."""
-        self.base.set_schema(schema, behaviors)
-        self.scored.set_schema(schema, behaviors)
-
-    @property
-    def _also_reads_user(self) -> bool:
-        return self.scored.reads_user
+        self.reads = base.reads | self.second.reads
+        self.reads_timestamps, self.reads_item_features = base.reads_timestamps, base.reads_item_features
 
 
 class _Read(NamedTuple):
@@ -141,7 +107,7 @@ class _Read(NamedTuple):
     users: Tensor
 
 
-class TiltedPolicy(_OnFactors, StatePolicy):
+class TiltedPolicy(OnBase, StatePolicy):
     """``base(i | h) exp(grade(h, i) / temperature)``, normalized: of a softmax over products, exact, and one itself.
 
     With the state ``[state / base temperature; p / temperature; 1 / temperature]`` and the item vector ``[vector; q;
@@ -159,7 +125,8 @@ class TiltedPolicy(_OnFactors, StatePolicy):
     """
 
     base: DotProductPolicy
-    _read: _Read | None = None
+    factors: GradeFactors
+    _second = "factors"
 
     def __init__(
         self,
@@ -169,7 +136,7 @@ class TiltedPolicy(_OnFactors, StatePolicy):
         factors: GradeFactorsOptions,
         temperature: float,
     ) -> None:
-        super().__init__(num_items, base, factors, temperature)
+        super().__init__(num_items, base, GradeFactors(num_items, factors), temperature)
         _validate_base(self.base)
         self.dim = self.base.dim + factors.rank + 1 + self.factors.rooted
 
@@ -276,17 +243,14 @@ class TiltedPolicy(_OnFactors, StatePolicy):
         plan = scoring_plan(batch, needed)
         return plan, self._states_at(batch.histories, plan.rows) if states is None else take_rows(states, plan.rows)
 
-    def _forget(self) -> None:
-        self._read = None
-
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
         readable_ids(histories, self.max_history)
-        read = self._read
-        if read is None or read.histories is not histories:
+        read: _Read | None = next((one for one in self._kept if one.histories is histories), None)
+        if read is None:
             states = self.base.last_states(histories.recent(self.base.max_history))
             read = _Read(histories, states, self.factors.fold_in(histories))
-            self._read = read if self._keeps else None
+            self._kept = (read,) if self._keeps else ()
         return self._joined(read.of_base, read.users)
 
     def _states_at(self, histories: Histories, rows: Tensor) -> Tensor:
@@ -349,7 +313,19 @@ class _Reranked(OnBase):
     """
 
     has_exact_log_prob = False
-    _lists: tuple[_Listed, ...] = ()
+
+    def __init__(
+        self,
+        num_items: int,
+        base: Callable[[int], Policy],
+        second: GradeFactors | BaselinePolicy,
+        temperature: float,
+        candidates: int,
+    ) -> None:
+        super().__init__(num_items, base, second, temperature)
+        validate_range(candidates >= 1, "candidates", "must be at least 1", candidates)
+        self.candidates, self.num_tokens = candidates, self.base.num_tokens
+        self.catalog_checksum = self.base.catalog_checksum
 
     @abstractmethod
     def _known(self, histories: Histories) -> Tensor:
@@ -358,11 +334,6 @@ class _Reranked(OnBase):
     @abstractmethod
     def _gains(self, known: Tensor, item_ids: Tensor) -> Tensor:
         """``g`` of items ``[N, C]``, up to a number per history."""
-
-    def _set_candidates(self, candidates: int) -> None:
-        validate_range(candidates >= 1, "candidates", "must be at least 1", candidates)
-        self.candidates, self.num_tokens = candidates, self.base.num_tokens
-        self.catalog_checksum = self.base.catalog_checksum
 
     def tokens(self, item_ids: Tensor) -> Tensor:
         """See ``Policy.tokens``."""
@@ -413,19 +384,16 @@ class _Reranked(OnBase):
 
     def _ranked(self, histories: Histories, size: int | None = None, exclude: Tensor | None = None) -> _Ranked:
         size = min(self.num_items, self.candidates if size is None else size)
-        kept = next((one for one in self._lists if one.is_of(histories, size, exclude)), None)
+        kept: _Listed | None = next((one for one in self._kept if one.is_of(histories, size, exclude)), None)
         if kept is None:
             listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
             kept = _Listed(histories, size, exclude, listed, self._known(histories))
-            self._lists = (*self._lists, kept) if self._keeps else ()
+            self._kept = (*self._kept, kept) if self._keeps else ()
         listed, known = kept.listed, kept.known
         scores = listed.scores + self._gains(known, listed.item_ids) / self.temperature
         # finite even if no item remains
         lse = scores.logsumexp(1).clamp_min(torch.finfo(scores.dtype).min)
         return _Ranked(known, listed.item_ids, listed.scores, scores, lse)
-
-    def _forget(self) -> None:
-        self._lists = ()
 
     def _log_prob_of(self, items: Tensor, state: Tensor, ranked: _Ranked, histories: Histories, rows: Tensor) -> Tensor:
         """Log-probabilities ``[N, T]`` of items ``[N]``, each after its own prefix."""
@@ -440,7 +408,7 @@ class _Reranked(OnBase):
         return torch.cat([tokens[:, :-1], (tokens[:, -1] + gain - lse)[:, None]], 1)
 
 
-class RerankedPolicy(_OnFactors, _Reranked):
+class RerankedPolicy(_Reranked):
     """``base(i | h) exp(grade(h, i) / temperature)`` over the best items of a base that cannot score the catalog.
 
     Args:
@@ -452,6 +420,9 @@ class RerankedPolicy(_OnFactors, _Reranked):
         candidates: number of the base's items to rerank; at least ``k``.
     """
 
+    factors: GradeFactors
+    _second = "factors"
+
     def __init__(
         self,
         num_items: int,
@@ -461,8 +432,7 @@ class RerankedPolicy(_OnFactors, _Reranked):
         temperature: float,
         candidates: int = 200,
     ) -> None:
-        super().__init__(num_items, base, factors, temperature)
-        self._set_candidates(candidates)
+        super().__init__(num_items, base, GradeFactors(num_items, factors), temperature, candidates)
 
     def _known(self, histories: Histories) -> Tensor:
         return self.factors.fold_in(histories)
@@ -471,7 +441,7 @@ class RerankedPolicy(_OnFactors, _Reranked):
         return self.factors.relative_grades(known, item_ids)
 
 
-class RerankedProductPolicy(_OnScores, _Reranked):
+class RerankedProductPolicy(_Reranked):
     """``base(i | h) exp(score(h, i) / temperature)`` over the best items of a base that cannot score the catalog.
 
     Args:
@@ -482,6 +452,9 @@ class RerankedProductPolicy(_OnScores, _Reranked):
         candidates: number of the base's items to rerank; at least ``k``.
     """
 
+    scored: BaselinePolicy
+    _second = "scored"
+
     def __init__(
         self,
         num_items: int,
@@ -491,8 +464,7 @@ class RerankedProductPolicy(_OnScores, _Reranked):
         temperature: float,
         candidates: int = 200,
     ) -> None:
-        super().__init__(num_items, base, scored, temperature)
-        self._set_candidates(candidates)
+        super().__init__(num_items, base, scored(num_items), temperature, candidates)
 
     def _known(self, histories: Histories) -> Tensor:
         return F.pad(self.scored.scores(histories), (1, 0))
@@ -501,7 +473,7 @@ class RerankedProductPolicy(_OnScores, _Reranked):
         return known.gather(1, item_ids)
 
 
-class ProductPolicy(_OnScores, BaselinePolicy):
+class ProductPolicy(OnBase, BaselinePolicy):
     """``base(i | h) exp(score(h, i) / temperature)``, normalized: a policy tilted by the scores of a baseline.
 
     A product of experts (Hinton, Neural Computation 2002): one generalizes from embeddings, the other remembers which
@@ -515,6 +487,8 @@ class ProductPolicy(_OnScores, BaselinePolicy):
     """
 
     base: DotProductPolicy
+    scored: BaselinePolicy
+    _second = "scored"
 
     def __init__(
         self,
@@ -524,7 +498,7 @@ class ProductPolicy(_OnScores, BaselinePolicy):
         scored: Callable[[int], BaselinePolicy],
         temperature: float,
     ) -> None:
-        super().__init__(num_items, base, scored, temperature)
+        super().__init__(num_items, base, scored(num_items), temperature)
         _validate_base(self.base)
 
     def scores(self, histories: Histories) -> Tensor:

@@ -42,16 +42,6 @@ from recpo.policies.catalog_search import best_by_blocks
 MANIFEST: Final = "manifest.json"
 _TENSORS: Final = "factors.safetensors"
 _NUMBERS: Final = ("mean", "ridge", "bias_ridge", "noise", "lower_bound")
-_ALWAYS: Final = ("item_factors", "item_bias", "factor_variance", "history_prior")
-_OPTIONAL: Final = (
-    "user_factors",
-    "item_covariance",
-    "user_prior",
-    "item_prior",
-    "prior_variance",
-    "prior_covariance",
-)
-_OTHERS: Final = ("max_history", "catalog_checksum", "users_checksum")
 # float64 rows of one block of histories
 _FOLD_IN_BYTES: Final = 64 << 20
 
@@ -181,7 +171,8 @@ class Factors(Artifact):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the model, by name."""
-        return {name: getattr(self, name) for name in (*_ALWAYS, *_OPTIONAL) if getattr(self, name) is not None}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str) -> Self:
         """The model with its tensors on ``device``."""
@@ -338,7 +329,8 @@ class Factors(Artifact):
         kept = {name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()}
         write_tensors(directory / _TENSORS, kept)
         content = {
-            **{name: getattr(self, name) for name in (*_NUMBERS, *_OTHERS)},
+            **{name: getattr(self, name) for name in _NUMBERS},
+            **{name: getattr(self, name) for name in ("max_history", "catalog_checksum", "users_checksum")},
             "feedback": None if self.feedback is None else self.feedback.to_json(),
             "features": self.features.to_json(),
             "feature_checksums": dict(self.feature_checksums),
@@ -359,9 +351,8 @@ class Factors(Artifact):
         verify(root, manifest["files"], cls.remedy())
         try:
             feedback, source = manifest["feedback"], f"{root / MANIFEST}, feedback"
-            tensors = load_file(root / _TENSORS)
             values: dict[str, Any] = {name: float(manifest[name]) for name in _NUMBERS}
-            values |= {name: tensors[name] for name in _ALWAYS} | {name: tensors.get(name) for name in _OPTIONAL}
+            values |= {"user_factors": None, "item_covariance": None} | load_file(root / _TENSORS)
             return cls(
                 **values,
                 catalog_checksum=str(manifest["catalog_checksum"]),
@@ -372,7 +363,7 @@ class Factors(Artifact):
                 feature_checksums=manifest["feature_checksums"],
                 facts=manifest["facts"],
             )
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise RecpoError(
                 f"{root} is damaged ({error!r}); {cls.remedy()}", code="damaged", field=_TENSORS
             ) from error

@@ -11,7 +11,7 @@ This is our own code because the `implicit` library (0.7.2, 2023) gives every un
 biases, and keeps the complete matrix in memory.
 
 The normal equations of a user are ``A_u = sum over the events of y_i y_iᵀ`` and ``b_u = sum of residual y_i``. Each
-outer product is computed once per item, not once per event, and only its upper triangle (``Pairs``): a sparse matrix of
+outer product is computed once per item, not once per event, and only its upper triangle (``Chunk``): a sparse matrix of
 users by items times a matrix of items by ``d (d + 1) / 2`` numbers.
 """
 
@@ -186,23 +186,56 @@ class FactorOptions:
 
 
 class Chunk(NamedTuple):
-    """Graded events of some users, with all events of each.
+    """Graded events of some users, with all events of each, user by user.
 
     Attributes:
         users: the users.
-        user: ``[N]``, indices into ``users``.
+        starts: ``[n + 1]``; the events of the n-th user are ``starts[n] .. starts[n + 1]``.
         items: the items that occur.
         item: ``[N]``, indices into ``items``.
         grade: ``[N]``.
-        pairs: the same events, for normal equations.
     """
 
     users: np.ndarray
-    user: np.ndarray
+    starts: np.ndarray
     items: np.ndarray
     item: np.ndarray
     grade: np.ndarray
-    pairs: Pairs
+
+    @property
+    def user(self) -> np.ndarray:
+        """``[N]``, indices into ``users``."""
+        return np.repeat(np.arange(len(self.users)), np.diff(self.starts))
+
+    def matrix(self, values: np.ndarray) -> csr_array:
+        """Users by items, with the ``values [N]`` of the events, whose arrays it shares; an event is an entry."""
+        return csr_array((values, self.item, self.starts), (len(self.users), len(self.items)))
+
+    def of_users(self, items: np.ndarray, target: np.ndarray) -> Equations:
+        """Equations of the users: sums over their events of ``row rowᵀ`` and ``target row``.
+
+        Args:
+            items: rows of the items that occur, ``[len(items), d]``.
+            target: ``[N]``.
+        """
+        return self.of_moments(Equations(_products(items), items), target)
+
+    def of_items(self, users: np.ndarray, target: np.ndarray) -> Equations:
+        """Equations of the items, from the rows ``[n, d]`` of the users."""
+        return self.of_moments(Equations(_products(users), users), target, of_items=True)
+
+    def of_moments(self, table: Equations, target: np.ndarray, *, of_items: bool = False) -> Equations:
+        """Sums, over the events of every user or item, of a table with one row per item or user.
+
+        Args:
+            table: the values to sum, and the values to sum after multiplication with the target.
+            target: ``[N]``.
+            of_items: the table has one row per user, and the sums are per item.
+        """
+        ones, targets = self.matrix(np.ones(len(target))), self.matrix(target)
+        if of_items:
+            return Equations(ones.T @ table.left, targets.T @ table.right)
+        return Equations(ones @ table.left, targets @ table.right)
 
 
 class Items(NamedTuple):
@@ -274,15 +307,12 @@ def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: 
         end = int(np.searchsorted(starts, starts[begin] + CHUNK_EVENTS, side="right")) - 1
         end = max(end, begin + 1)
         part = slice(starts[begin], starts[end])
-        counts = np.diff(starts[begin : end + 1])
         # the index of each item in this chunk: a table of the size of the catalog is cheaper than sorting the events
         present = np.zeros(num_items, bool)
         present[item[part]] = True
         items, place = np.flatnonzero(present), (np.cumsum(present, dtype=np.int32) - 1)[item[part]]
-        pairs = Pairs((starts[begin : end + 1] - starts[begin]).astype(np.int32), place, len(items))
-        yield Chunk(
-            user[starts[begin:end]], np.repeat(np.arange(end - begin), counts), items, place, grade[part], pairs
-        )
+        own = (starts[begin : end + 1] - starts[begin]).astype(np.int32)
+        yield Chunk(user[starts[begin:end]], own, items, place, grade[part])
         begin = end
 
 
@@ -291,7 +321,7 @@ def user_weights(
 ) -> np.ndarray:
     """``[p_u, b_u]`` of the chunk's users given the items, ``[n, r + 1]``; ``pull`` as in ``ridge_regression``."""
     target = chunk.grade - mean - items.bias[chunk.items][chunk.item]
-    system = chunk.pairs.of_users(items.rows[chunk.items], target)
+    system = chunk.of_users(items.rows[chunk.items], target)
     return solve(Equations(system.left, system.right + pull), ridge)
 
 
@@ -301,15 +331,14 @@ def sweep(parts: Iterator[Chunk], items: Items, mean: float, ridge: float) -> It
     for chunk in parts:
         users = user_weights(chunk, items, mean, ridge)
         target = chunk.grade - mean - users[chunk.user, -1]
-        total.add(chunk.items, chunk.pairs.of_items(_with_one(users[:, :-1]), target))
+        total.add(chunk.items, chunk.of_items(_with_one(users[:, :-1]), target))
     weights = solve(total, ridge)
     return Items(_with_one(weights[:, :-1]), weights[:, -1])
 
 
-def first_items(num_items: int, rank: int, seed: int) -> Items:
-    """Small random factors and no bias."""
-    factors = np.random.default_rng(seed).normal(0.0, 0.1, (num_items, rank))
-    return Items(_with_one(factors), np.zeros(num_items))
+def first_factors(num_items: int, rank: int, seed: int) -> np.ndarray:
+    """Small random factors ``[V, r]``."""
+    return np.random.default_rng(seed).normal(0.0, 0.1, (num_items, rank))
 
 
 def _with_one(factors: np.ndarray) -> np.ndarray:
@@ -363,22 +392,18 @@ def fit_items(
     data: Prepared, mean: float, rank: int, ridge: float, options: FactorOptions, finished: Callable[[int], object]
 ) -> Items:
     """Item factors and biases after all sweeps."""
-    items, parts = first_items(data.num_items, rank, options.seed), repeated(partial(chunks, data, finished), finished)
+    first = first_factors(data.num_items, rank, options.seed)
+    items, parts = Items(_with_one(first), np.zeros(len(first))), repeated(partial(chunks, data, finished), finished)
     for _ in range(options.sweeps):
         items = sweep(parts(), items, mean, ridge)
     return items
 
 
 def finish(
-    data: Prepared,
-    items: Items,
-    mean: float,
-    ridge: float,
-    options: FactorOptions,
-    finished: Callable[[int], object] = lambda _: None,
+    data: Prepared, items: Items, model: Factors, options: FactorOptions, finished: Callable[[int], object]
 ) -> Factors:
-    """The complete model: one more pass computes the users, the noise and the covariances of the items."""
-    width = items.rows.shape[1]
+    """The model completed: one more pass computes the users, the noise and the covariances of the items."""
+    width, mean, ridge = items.rows.shape[1], model.mean, model.ridge
     users = np.zeros((int(data.manifest["num_users"]), width), np.float32)
     left = no_equations(len(items.rows), width).left if options.uncertainty else None
     squared, count = 0.0, 0
@@ -389,9 +414,9 @@ def finish(
         predicted = mean + items.bias[chunk.items][chunk.item] + np.einsum("nd,nd->n", weights[chunk.user], rows)
         squared, count = squared + float(np.square(chunk.grade - predicted).sum()), count + len(chunk.grade)
         if left is not None:
-            left[chunk.items] += chunk.pairs.of_items(_with_one(weights[:, :-1]), chunk.grade).left
+            left[chunk.items] += chunk.of_items(_with_one(weights[:, :-1]), chunk.grade).left
     return replace(
-        plain_factors(data, items, mean, ridge, options),
+        model,
         user_factors=torch.from_numpy(users),
         item_covariance=None if left is None else torch.from_numpy(inverses(left, width, ridge)),
         noise=squared / max(1, count),
@@ -419,48 +444,6 @@ class Equations(NamedTuple):
 def no_equations(count: int, width: int) -> Equations:
     """Zeros for ``count`` regressions of ``width`` weights."""
     return Equations(np.zeros((count, width * (width + 1) // 2)), np.zeros((count, width)))
-
-
-class Pairs(NamedTuple):
-    """Pairs of users and items, user by user: the events of user ``n`` are ``starts[n] .. starts[n + 1]``.
-
-    Attributes:
-        starts: ``[n + 1]``.
-        item: ``[N]``, 0 .. ``num_items`` - 1.
-        num_items: number of items.
-    """
-
-    starts: np.ndarray
-    item: np.ndarray
-    num_items: int
-
-    def of_users(self, items: np.ndarray, target: np.ndarray) -> Equations:
-        """Equations of the users: sums over their events of ``row rowᵀ`` and ``target row``.
-
-        Args:
-            items: ``[num_items, d]`` rows.
-            target: ``[N]``.
-        """
-        return self.of_moments(Equations(_products(items), items), target)
-
-    def of_items(self, users: np.ndarray, target: np.ndarray) -> Equations:
-        """Equations of the items, from the rows ``[n, d]`` of the users."""
-        return self.of_moments(Equations(_products(users), users), target, of_items=True)
-
-    def of_moments(self, table: Equations, target: np.ndarray, *, of_items: bool = False) -> Equations:
-        """Sums, over the events of every user or item, of a table with one row per item or user.
-
-        Args:
-            table: the values to sum, and the values to sum after multiplication with the target.
-            target: ``[N]``.
-            of_items: the table has one row per user, and the sums are per item.
-        """
-        shape = (len(self.starts) - 1, self.num_items)
-        values = (np.ones(len(target)), target)
-        ones, targets = (csr_array((value, self.item, self.starts), shape) for value in values)
-        if of_items:
-            return Equations(ones.T @ table.left, targets.T @ table.right)
-        return Equations(ones @ table.left, targets @ table.right)
 
 
 def _products(rows: np.ndarray) -> np.ndarray:

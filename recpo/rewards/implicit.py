@@ -62,17 +62,18 @@ _K: Final = 10
 _NDCG: Final = f"NDCG@{_K}"
 
 
-def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Users and items (from 0) of the distinct positive pairs of the training events, and the number of events read.
-
-    They come in the pieces of ``Prepared.train_columns``.
-    """
+def positive_events(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Users and items of the positive training events, in the pieces of ``Prepared.train_columns``; events read."""
     for columns in data.train_columns(["user_index", "item_index", "label", "dislike"]):
         positive = data.feedback.rule.positive(columns["label"], columns["dislike"])
-        user = columns["user_index"][positive].astype(np.int64)
-        item = columns["item_index"][positive].astype(np.int64) - 1
-        pairs = np.unique(user * data.num_items + item)
-        yield pairs // data.num_items, pairs % data.num_items, len(positive)
+        yield columns["user_index"][positive], columns["item_index"][positive], len(positive)
+
+
+def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Users and items (from 0) of the distinct positive pairs of ``positive_events``, and the number of events read."""
+    for user, item, read in positive_events(data):
+        pairs = np.unique(user.astype(np.int64) * data.num_items + item.astype(np.int64) - 1)
+        yield pairs // data.num_items, pairs % data.num_items, read
 
 
 def positive_places(histories: Histories, max_history: int) -> Tensor:
@@ -353,10 +354,10 @@ def sweep(
     total, counts = no_equations(*items.shape), np.zeros(len(items))
     of_items, of_users = items.T @ items, np.zeros((items.shape[1],) * 2)
     for chunk in parts:
-        mine = chunk.pairs.of_users(items[chunk.items], chunk.grade)
-        users = solve(mine, scaled(np.bincount(chunk.user), len(items)), unobserved * of_items)
+        mine = chunk.of_users(items[chunk.items], chunk.grade)
+        users = solve(mine, scaled(np.diff(chunk.starts), len(items)), unobserved * of_items)
         of_users += users.T @ users
-        total.add(chunk.items, chunk.pairs.of_items(users, chunk.grade))
+        total.add(chunk.items, chunk.of_items(users, chunk.grade))
         counts[chunk.items] += np.bincount(chunk.item, minlength=len(chunk.items))
     return solve(total, scaled(counts, num_users), unobserved * of_users)
 

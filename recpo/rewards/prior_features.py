@@ -118,10 +118,8 @@ def user_features(chunk: Chunk, history: np.ndarray) -> np.ndarray:
     """``[n, columns]``: damped means of the rows of ``history [V, columns]`` over the events of the chunk's users."""
     if not history.shape[1]:
         return np.zeros((len(chunk.users), 0))
-    counts = np.diff(chunk.pairs.starts)[:, None]
-    shape = (len(chunk.users), len(chunk.items))
-    events = csr_array((np.ones(len(chunk.item)), chunk.item, chunk.pairs.starts), shape)
-    means: np.ndarray = events @ history[chunk.items] / (counts + DAMPING)
+    counts = np.diff(chunk.starts)[:, None]
+    means: np.ndarray = chunk.matrix(np.ones(len(chunk.item))) @ history[chunk.items] / (counts + DAMPING)
     return means
 
 
@@ -229,9 +227,7 @@ def _columns(schema: Sequence[Feature], features: Features, sizes: Sequence[floa
 
 def _exposures(chunk: Chunk) -> csr_array:
     """1 where an item was shown to a user, however often."""
-    shape = (len(chunk.users), len(chunk.items))
-    # a copy, because repeats are removed in place
-    matrix = csr_array((np.ones(len(chunk.item)), chunk.item, chunk.pairs.starts), shape, copy=True)
+    matrix = chunk.matrix(np.ones(len(chunk.item))).copy()  # because repeats are removed in place
     matrix.sum_duplicates()
     matrix.data[:] = 1.0
     return matrix

@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Requirement, RewardFunction
-from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError, validate_ranges
+from recpo.base.contracts import MadeFor, Requirement, RewardFunction
+from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError
 from recpo.base.features import Reads
-from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.log.prepared import Prepared
 from recpo.ops.kernels import without_autocast
@@ -106,18 +105,18 @@ def validate_identity(reward: RewardFunction, name: str, data: Prepared) -> None
         RecpoError: the items differ, the reward keeps factors of other users, or it reads feedback levels or features
             of users of another meaning.
     """
-    parts = _parts_of(reward)
-    for part in parts:
-        for definition in part.feedback:
-            definition.validate_same(data.feedback, name, data.root)
-    if any(part.catalog_checksum not in (None, data.catalog_checksum) for part in parts):
+    made_for = reward.made_for
+    for one in made_for:
+        if one.feedback is not None:
+            one.feedback.validate_same(data.feedback, name, data.root)
+    if any(one.catalog_checksum not in (None, data.catalog_checksum) for one in made_for):
         raise RecpoError(
             f"{name}: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
             "directory it was made with",
             code="mismatch",
             field=name,
         )
-    if any(part.users_checksum not in (None, data.users_checksum) for part in parts):
+    if any(one.users_checksum not in (None, data.users_checksum) for one in made_for):
         raise RecpoError(
             f"{name}: it knows its users by their number, and was made for others than {data.root} holds "
             "(users.parquet differs); use the prepared directory it was made with, or for FactorReward set users to "
@@ -125,20 +124,13 @@ def validate_identity(reward: RewardFunction, name: str, data: Prepared) -> None
             code="mismatch",
             field=name,
         )
-    if any(part.user_features_checksum not in (None, data.features_checksum("user")) for part in parts):
+    if any(one.user_features_checksum not in (None, data.features_checksum("user")) for one in made_for):
         raise RecpoError(
             f"{name}: it reads features of users that {data.root} does not have, or has with other vocabularies or "
             "means; use the prepared directory it was made with",
             code="mismatch",
             field=name,
         )
-
-
-def _parts_of(reward: RewardFunction) -> list[RewardFunction]:
-    """The rewards, none of them combined, that a reward is computed from; itself if it is not combined."""
-    if isinstance(reward, _CombinedReward):
-        return [own for part in reward.parts for own in _parts_of(part)]
-    return [reward]
 
 
 @dataclass(frozen=True)
@@ -237,9 +229,6 @@ class ValidityReward(RewardFunction):
 
     count: PositiveInt = 5
 
-    def __post_init__(self) -> None:
-        validate_ranges(self, "ValidityReward.")
-
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``. It draws from torch's random numbers, which training seeds at every step."""
         draws = torch.rand(candidates.mask.shape, device=candidates.mask.device).masked_fill(~candidates.mask, 2.0)
@@ -275,7 +264,7 @@ class FactorReward(RewardFunction):
 
     def __post_init__(self) -> None:
         # what is wrong is said before training starts
-        validate_ranges(self, "FactorReward.")
+        super().__post_init__()
         if self.users not in ("trained", "folded"):
             raise RecpoError(
                 f"FactorReward: users is {self.users!r}; it is trained or folded",
@@ -296,29 +285,17 @@ class FactorReward(RewardFunction):
             )
 
     @property
-    def catalog_checksum(self) -> str | None:
-        """See ``RewardFunction.catalog_checksum``."""
-        return self._opened.catalog_checksum
-
-    @property
-    def users_checksum(self) -> str | None:
-        """See ``RewardFunction.users_checksum``."""
-        return self._opened.users_checksum if self.users == "trained" else None
-
-    @property
-    def user_features_checksum(self) -> str | None:
-        """See ``RewardFunction.user_features_checksum``."""
-        return self._opened.feature_checksums.get("user") if self.reads.user else None
+    def made_for(self) -> tuple[MadeFor, ...]:
+        """See ``RewardFunction.made_for``: histories matter unless trained users replace them."""
+        model = self._opened
+        users = model.users_checksum if self.users == "trained" else None
+        features = model.feature_checksums.get("user") if self.reads.user else None
+        return (MadeFor(model.catalog_checksum, users, features, model.feedback if self._folds_in else None),)
 
     @property
     def reads(self) -> Reads:
         """See ``RewardFunction.reads``: what the factors read, unless trained users replace the fold-in."""
         return self._opened.reads if self._folds_in else Reads()
-
-    @property
-    def feedback(self) -> tuple[FeedbackDefinition, ...]:
-        """See ``RewardFunction.feedback``: that of the factors, unless trained users replace histories."""
-        return (self._opened.feedback,) if self._folds_in and self._opened.feedback is not None else ()
 
     @property
     def _folds_in(self) -> bool:
@@ -380,6 +357,11 @@ class _CombinedReward(RewardFunction):
         return rewards
 
     @property
+    def made_for(self) -> tuple[MadeFor, ...]:
+        """See ``RewardFunction.made_for``."""
+        return tuple(one for part in self.parts for one in part.made_for)
+
+    @property
     def requires(self) -> frozenset[str]:
         """See ``RewardFunction.requires``: what any of the parts cannot do without."""
         return frozenset().union(*(part.requires for part in self.parts))
@@ -421,7 +403,7 @@ class EnsembleReward(_CombinedReward):
                 code="out_of_range",
                 field="EnsembleReward.members",
             )
-        validate_ranges(self, "EnsembleReward.")
+        super().__post_init__()
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""

@@ -149,7 +149,7 @@ class _Fitting:
             return _Trial(setting, model, partial(variational.finish, data, model, period=options.period))
         items = graded.fit_items(data, mean, rank, ridge, options, self.finished)
         model = graded.plain_factors(data, items, mean, ridge, options)
-        return _Trial(setting, model, partial(graded.finish, data, items, mean, ridge, options))
+        return _Trial(setting, model, partial(graded.finish, data, items, model, options))
 
     def _features(self, setting: _Setting) -> PriorFeatures:
         number = setting.consumption

@@ -9,8 +9,9 @@ Nothing is trained, the rules of any catalog fit into memory, and on logs of pos
 baseline that we measured (docs/evaluation.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from scipy.sparse import csr_array
 from recpo.base.errors import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import PersonalPopularityPolicy, SequentialRulesPolicy
+from recpo.rewards.implicit import positive_events
 
 _LOWEST: Final = 1e-6  # scores by popularity are below this, and below every rule and every chosen item
 
@@ -58,7 +60,7 @@ def fit_sequential_rules(
         options: window, decay and so on.
     """
     counts = data.item_counts("train_positives")
-    lengths, followers, weights = rules_of(lambda: _positives(data), counts, options)
+    lengths, followers, weights = rules_of(partial(positive_events, data), counts, options)
     policy = SequentialRulesPolicy(
         data.num_items,
         neighbors=max(1, int(lengths.max(initial=0))),
@@ -84,15 +86,10 @@ def _popularity(counts: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(_LOWEST * counts / max(1.0, counts.max(initial=0.0)))
 
 
-def _positives(data: Prepared) -> Iterator[dict[str, np.ndarray]]:
-    """User and item of the positive training events, in the pieces of ``Prepared.train_columns``."""
-    for columns in data.train_columns(["user_index", "item_index", "label", "dislike"]):
-        positive = data.feedback.rule.positive(columns["label"], columns["dislike"])
-        yield {name: columns[name][positive] for name in ("user_index", "item_index")}
-
-
 def rules_of(
-    events: Callable[[], Iterable[Mapping[str, np.ndarray]]], counts: np.ndarray, options: SequentialRulesOptions
+    events: Callable[[], Iterable[tuple[np.ndarray, np.ndarray, int]]],
+    counts: np.ndarray,
+    options: SequentialRulesOptions,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The rules with the largest weights of every item, the largest first, ties by item id.
 
@@ -100,8 +97,8 @@ def rules_of(
     with at most ``pairs_in_memory`` pairs.
 
     Args:
-        events: opens the positive training events from the beginning, in chunks of ``user_index [N]`` and ``item_index
-            [N]``, sorted by user and time; no user is in two chunks. Called once per group of items, plus once.
+        events: opens ``positive_events`` from the beginning, in chunks of users ``[N]`` and items ``[N]``, sorted by
+            user and time; no user is in two chunks. Called once per group of items, plus once.
         counts: ``[V]``, positive training events of the items 1..V.
         options: window, decay and so on.
 
@@ -110,16 +107,16 @@ def rules_of(
     """
     size = len(counts) + 1
     pairs = np.zeros(size)
-    for chunk in events():
-        for _, one, _ in _pairs(chunk, options.window):
+    for user, item, _ in events():
+        for _, one, _ in _pairs(user, item, options.window):
             pairs += np.bincount(one, minlength=size)
     group = np.cumsum(pairs) // options.pairs_in_memory
     starts = np.flatnonzero(np.diff(group, prepend=-1)).tolist()
     parts = []
     for first, last in zip(starts, [*starts[1:], size], strict=True):
         total = csr_array((last - first, size))
-        for chunk in events():
-            for distance, one, other in _pairs(chunk, options.window):
+        for user, item, _ in events():
+            for distance, one, other in _pairs(user, item, options.window):
                 kept = (one >= first) & (one < last)
                 weight = np.full(kept.sum(), options.decay ** (distance - 1))
                 total += csr_array((weight, (one[kept] - first, other[kept])), shape=total.shape)
@@ -130,9 +127,8 @@ def rules_of(
     return lengths, followers, weights
 
 
-def _pairs(chunk: Mapping[str, np.ndarray], window: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _pairs(user: np.ndarray, item: np.ndarray, window: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Distances, and the pairs of different items of one user that are so many events apart, the earlier one first."""
-    user, item = chunk["user_index"], chunk["item_index"]
     for distance in range(1, window + 1):
         near = (user[distance:] == user[:-distance]) & (item[distance:] != item[:-distance])
         yield distance, item[:-distance][near], item[distance:][near]

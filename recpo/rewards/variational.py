@@ -183,10 +183,8 @@ def fit_items(
         features: what the prior means are linear in; None = nothing.
     """
     features = PriorFeatures.none(data.num_items) if features is None else features
-    width, start = rank + 1, graded.first_items(data.num_items, rank, options.seed)
-    items = Gaussians(
-        np.concatenate([start.rows[:, :-1], start.bias[:, None]], 1), np.zeros((data.num_items, width, width))
-    )
+    width, start = rank + 1, graded.first_factors(data.num_items, rank, options.seed)
+    items = Gaussians(np.pad(start, ((0, 0), (0, 1))), np.zeros((data.num_items, width, width)))
     noise = grade_variance(data, mean, options.period)
     first = noise / _FIRST_RIDGE * np.eye(width)
     columns = features.items.shape[1], features.num_user_columns
@@ -199,9 +197,9 @@ def fit_items(
         squared, events = 0.0, 0
         for chunk in parts():
             shown = graded.Equations(table.left[chunk.items], table.right[chunk.items])
-            sums, own = chunk.pairs.of_moments(shown, chunk.grade - mean), features.of_users(chunk)
+            sums, own = chunk.of_moments(shown, chunk.grade - mean), features.of_users(chunk)
             part = posterior(sums, users, own, noise)
-            total.add(chunk.items, chunk.pairs.of_moments(moments(part), chunk.grade - mean, of_items=True))
+            total.add(chunk.items, chunk.of_moments(moments(part), chunk.grade - mean, of_items=True))
             summed.add(part, own)
             squared += float(np.square(chunk.grade - mean).sum())
             events += len(chunk.grade)
@@ -284,12 +282,12 @@ def _item_prior(fit: Fit, change: np.ndarray, shift: np.ndarray, of_history: np.
     Its consumption features are 0, as those of the fitted items without events.
     """
     table, slopes = fit.features.table, fit.of_items.slopes
+    constant = np.concatenate([change @ fit.of_items.mean + shift, np.zeros(of_history.shape[1])])
     if table is None:
-        return np.concatenate([change @ fit.of_items.mean + shift, np.zeros(of_history.shape[1])])[None]
+        return constant[None]
     columns = table.axes.shape[1]
     of_items, of_history = slopes[-columns:] @ change.T, fit.features.history_scale * of_history[-columns:]
     both = np.concatenate([of_items, of_history], 1)
-    constant = np.concatenate([change @ fit.of_items.mean + shift, np.zeros(of_history.shape[1])])
     return np.concatenate([table.weights(both), (constant - table.center @ both)[None]])
 
 

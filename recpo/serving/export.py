@@ -212,9 +212,9 @@ def versions() -> dict[str, str]:
 def _validate_features(policy: Policy, features: PolicyFeatures) -> None:
     """Raises if ``features`` lacks something that the policy reads, or has something that it does not read."""
     for name, read, known in (
-        ("user_features", policy.reads_user, features.user),
-        ("context_features", policy.reads_context, features.context),
-        ("behaviors", policy.reads_behaviors, features.behaviors),
+        ("user_features", policy.reads.user, features.user),
+        ("context_features", policy.reads.context, features.context),
+        ("behaviors", policy.reads.behaviors, features.behaviors),
     ):
         if read != bool(known):
             message = (

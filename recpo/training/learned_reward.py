@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from recpo.artifacts.checksums import unseal
 from recpo.artifacts.documents import read_json
-from recpo.base.contracts import Objective, RewardFunction, StatePolicy
+from recpo.base.contracts import MadeFor, Objective, RewardFunction, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
-from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.ops.kernels import without_autocast
@@ -195,14 +194,9 @@ class LearnedReward(RewardFunction):
             load_calibration(self.run, self.checkpoint, objective.target_names)
 
     @property
-    def catalog_checksum(self) -> str | None:
-        """See ``RewardFunction.catalog_checksum``."""
-        return self._opened.catalog_checksum
-
-    @property
-    def feedback(self) -> tuple[FeedbackDefinition, ...]:
-        """See ``RewardFunction.feedback``."""
-        return (self._opened.feedback,)
+    def made_for(self) -> tuple[MadeFor, ...]:
+        """See ``RewardFunction.made_for``."""
+        return (MadeFor(self._opened.catalog_checksum, feedback=self._opened.feedback),)
 
     @property
     def reads(self) -> Reads:

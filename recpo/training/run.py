@@ -422,7 +422,7 @@ def kept_features(policy: Policy, root: Path) -> PolicyFeatures:
         return PolicyFeatures()
     schema, behaviors = _kept_schema(root)
     read = FeatureSchema(**{side: schema.of(side) for side in _sides(policy)})
-    return PolicyFeatures.load(root, read, behaviors if policy.reads_behaviors else (), remedy=Run.REMEDY)
+    return PolicyFeatures.load(root, read, behaviors if policy.reads.behaviors else (), remedy=Run.REMEDY)
 
 
 def _kept_schema(root: Path) -> tuple[FeatureSchema, tuple[str, ...]]:
@@ -436,8 +436,8 @@ def _sides(policy: Policy) -> list[Side]:
     """Whose features it reads: those of items make the vectors of new ones."""
     reads: dict[Side, bool] = {
         "item": policy.reads_item_features,
-        "user": policy.reads_user,
-        "context": policy.reads_context,
+        "user": policy.reads.user,
+        "context": policy.reads.context,
     }
     return [side for side, read in reads.items() if read]
 
@@ -453,7 +453,7 @@ def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str
             vocabulary.values.equals(now.vocabularies[name].values) for name, vocabulary in before.vocabularies.items()
         )
         found += [] if same else [f"features of {'requests' if side == 'context' else side + 's'}"]
-    if policy.reads_behaviors and kept.behaviors != data.behaviors:
+    if policy.reads.behaviors and kept.behaviors != data.behaviors:
         found.append("behaviors")
     return found
 
@@ -490,7 +490,7 @@ def hand_over_kept(policy: Policy, root: Path) -> None:
 
 
 def _reads(policy: Policy) -> bool:
-    return policy.reads_item_features or policy.reads_user or policy.reads_context or policy.reads_behaviors
+    return policy.reads_item_features or any(policy.reads)
 
 
 def training_curves(run: Path) -> Curves:

@@ -21,8 +21,8 @@ from recpo.artifacts.checksums import kind_of
 from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feature_encoding import PolicyFeatures
-from recpo.base.features import FeatureArrays, Reads, Side
-from recpo.base.types import Features, Histories, Recommendations
+from recpo.base.features import Reads, Side
+from recpo.base.types import Histories, Recommendations
 from recpo.evaluation.baselines import FITTED, BaselineCache, fitted_model, item_scores
 from recpo.evaluation.contenders import (
     BASELINES,
@@ -258,21 +258,16 @@ def _encoded(histories: Histories, exclude: Tensor, length: int, reads: Reads) -
         value = torch.nan if column.is_floating_point() else 0
         return torch.nn.functional.pad(column, (0, 0, 0, missing), value=value)
 
-    user, context = histories.user, histories.context
+    user, context, array = histories.user, histories.context, operator.methodcaller("numpy", force=True)
     return EncodedHistories(
         padded(histories.item_ids),
         padded(histories.feedback),
         torch.nn.functional.pad(exclude, (0, int(exclude.shape[1] == 0))).cpu().numpy(),
         padded(histories.timestamps),
         None if histories.behaviors is None or not reads.behaviors else padded(histories.behaviors),
-        None if user is None or not reads.user else _arrays(user),
-        None if context is None or not reads.context else _arrays(context.map(padded_column)),
+        None if user is None or not reads.user else user.map(array),
+        None if context is None or not reads.context else context.map(padded_column).map(array),
     )
-
-
-def _arrays(features: Features) -> FeatureArrays:
-    columns: Any = features.map(operator.methodcaller("numpy", force=True))  # arrays instead of tensors
-    return FeatureArrays(*columns)
 
 
 class ContenderRuntime(Runtime):

@@ -143,7 +143,7 @@ def _facts_of_baseline(served: ServedBaseline, data: Prepared, measured: dict[st
     }
     features = PolicyFeatures(
         data.fitted_features("item") if grows(served.policy) else None,
-        data.fitted_features("user") if served.policy.reads_user else None,
+        data.fitted_features("user") if served.policy.reads.user else None,
     )
     card = {} if measured is None else {"evaluation": measured}
     return PolicyFacts(data.feedback, features, served.options, origin, card, data.repeats)

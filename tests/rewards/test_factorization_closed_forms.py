@@ -11,7 +11,7 @@ import torch
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.rewards import factors as bounds, graded as normal_equations, implicit as positives, selection
 from recpo.rewards.factors import posterior_variance
-from recpo.rewards.graded import Equations, Pairs, inverses, no_equations, normal_matrices, solve
+from recpo.rewards.graded import Chunk, Equations, inverses, no_equations, normal_matrices, solve
 from recpo.rewards.implicit import best_on_validation, positive_pairs, positive_places
 from recpo.rewards.selection import validation_errors
 from tests.refusals import refused
@@ -20,18 +20,18 @@ from tests.refusals import refused
 # ---------------------------------------------------------------- normal equations
 def test_equations_of_users_and_items_are_sums_of_outer_products():
     """Three users with the events (0: items 1, 2, 2), (1: none), (2: item 0); four items, of which 3 is never met."""
-    pairs = Pairs(np.array([0, 3, 3, 4]), np.array([1, 2, 2, 0]), 4)
     target = np.array([1.0, 2.0, -1.0, 4.0])
+    chunk = Chunk(np.arange(3), np.array([0, 3, 3, 4]), np.arange(4), np.array([1, 2, 2, 0]), target)
     rng = np.random.default_rng(0)
     met = {0: [(1, 1.0), (2, 2.0), (2, -1.0)], 1: [], 2: [(0, 4.0)]}
     upper = np.triu_indices(3)
     of_users, of_items = rng.normal(size=(4, 3)), rng.normal(size=(3, 3))
-    found = pairs.of_users(of_users, target)
+    found = chunk.of_users(of_users, target)
     for user, events in met.items():
         left = sum((np.outer(of_users[i], of_users[i]) for i, _ in events), np.zeros((3, 3)))
         np.testing.assert_allclose(found.left[user], left[upper])
         np.testing.assert_allclose(found.right[user], sum((t * of_users[i] for i, t in events), np.zeros(3)))
-    found = pairs.of_items(of_items, target)
+    found = chunk.of_items(of_items, target)
     for item in range(4):
         events = [(u, t) for u, one in met.items() for i, t in one if i == item]
         left = sum((np.outer(of_items[u], of_items[u]) for u, _ in events), np.zeros((3, 3)))
@@ -39,12 +39,12 @@ def test_equations_of_users_and_items_are_sums_of_outer_products():
         np.testing.assert_allclose(found.right[item], sum((t * of_items[u] for u, t in events), np.zeros(3)))
     # a table of moments is summed as it is, and times the target
     moments = Equations(rng.normal(size=(4, 2)), rng.normal(size=(4, 3)))
-    found = pairs.of_moments(moments, target)
+    found = chunk.of_moments(moments, target)
     for user, events in met.items():
         np.testing.assert_allclose(found.left[user], sum((moments.left[i] for i, _ in events), np.zeros(2)))
         np.testing.assert_allclose(found.right[user], sum((t * moments.right[i] for i, t in events), np.zeros(3)))
     moments = Equations(rng.normal(size=(3, 2)), rng.normal(size=(3, 3)))
-    found = pairs.of_moments(moments, target, of_items=True)
+    found = chunk.of_moments(moments, target, of_items=True)
     for item in range(4):
         events = [(u, t) for u, one in met.items() for i, t in one if i == item]
         np.testing.assert_allclose(found.left[item], sum((moments.left[u] for u, _ in events), np.zeros(2)))

@@ -11,7 +11,7 @@ from recpo.base.feedback import GRADES
 from recpo.base.types import Histories
 from recpo.rewards import graded
 from recpo.rewards.factors import Factors
-from recpo.rewards.graded import FactorOptions, Items, chunks, first_items, mean_grade, sweep, user_weights
+from recpo.rewards.graded import FactorOptions, Items, chunks, first_factors, mean_grade, sweep, user_weights
 from recpo.rewards.selection import fit_factors, validation_batches, validation_errors
 from tests.refusals import refused
 
@@ -41,6 +41,10 @@ def objective(events, users, items, mean, ridge):
     error = grade - mean - items.bias[item] - (users[user] * items.rows[item]).sum(1)
     penalty = (users**2).sum() + (items.rows[:, :-1] ** 2).sum() + (items.bias**2).sum()
     return (error**2).sum() + ridge * penalty
+
+
+def first_items(count, rank, seed):
+    return Items(np.pad(first_factors(count, rank, seed), ((0, 0), (0, 1)), constant_values=1.0), np.zeros(count))
 
 
 def test_a_sweep_is_the_dense_one(data, events):

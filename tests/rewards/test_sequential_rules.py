@@ -27,7 +27,7 @@ def chunks_of(log, parts=3):
         for part in range(parts):
             users = range(part, len(log), parts)
             owner = np.concatenate([np.full(len(log[u]), u, np.int32) for u in users])
-            yield {"user_index": owner, "item_index": np.concatenate([log[u] for u in users])}
+            yield owner, np.concatenate([log[u] for u in users]), len(owner)
 
     return events
 
