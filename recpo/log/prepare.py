@@ -181,6 +181,7 @@ class PrepareRun:
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
         self.rows_written = 0
+        self._kept_rows = "distinct"  # the table of the events that were read
         self.train_past: list[str] = []  # files of pairs of users and items that exist before
         self.checksums: dict[str, str] = {}  # checksums of files that are not written now
 
@@ -274,6 +275,8 @@ class PrepareRun:
         outcomes = self.engine.materialize("outcomes", standard_events.outcomes(events))
         if others := kept - self.engine.count(outcomes):
             self.dropped["another event of the user with the item on the same day"] = others
+        self.engine.drop("distinct")
+        self._kept_rows = "outcomes"
         return outcomes
 
     def _warnings(self, ties: dict[str, int], feedback: FeedbackDefinition) -> list[str]:
@@ -361,10 +364,10 @@ class PrepareRun:
         After this step, the rows of the log are no longer needed.
         """
         if not self.choice.split.is_per_event:
-            self.engine.drop("distinct", "events")
+            self.engine.drop(self._kept_rows, "events")
             return None
         outside = self.engine.materialize("outside", splits.outside_events(events, self.items, self.users))
-        self.engine.drop("distinct")
+        self.engine.drop(self._kept_rows)
         return outside
 
     def _write_catalog(self) -> dict[str, int]:

@@ -88,7 +88,7 @@ def check_rows(
             neutralized[f"{check.column}: {check.problem}"] = count
     faults += _scale_faults(engine, raw, log, label)
     if strict:
-        faults += _duplicates(engine, raw, log)
+        faults += _duplicates(engine, raw, log, mapping)
     return int(row["rows"]), neutralized, faults
 
 
@@ -233,9 +233,9 @@ def copies(rows: ir.Table, keys: Sequence[str]) -> ir.Table:
     return rows.mutate(copy=place).filter(ibis._.copy > 0)
 
 
-def _duplicates(engine: Engine, raw: ir.Table, log: Log) -> Sequence[Fault]:
+def _duplicates(engine: Engine, raw: ir.Table, log: Log, mapping: Columns) -> Sequence[Fault]:
     columns = [column for column in raw.columns if column not in (Engine.FILE, Engine.ROW)]
-    if not set(LogColumns.REQUIRED) <= set(columns):
+    if not set(mapping.required) <= set(columns):
         return []
     again = copies(raw, columns)
     count = engine.count(again)

@@ -11,6 +11,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.log.shaping import BinaryColumn, EveryEvent, NumericColumn, WatchQuantiles
+from recpo.log.splits import LeaveLastOut
 from recpo.log.writing import Output, Sources
 from tests.log.conftest import START_MS, make_log, write_log
 from tests.refusals import refused
@@ -145,6 +146,9 @@ def test_exact_duplicates_are_dropped_and_counted_or_refused(tmp_path, log):
     assert manifest["counts"]["dropped"] == {"exact duplicate of another event": 3}
     found = fault(path, tmp_path, strict=True)
     assert f"3 rows: exact duplicates of an earlier event [first: row {log.num_rows} " in found
+    timeless = {"columns": Columns(time_unit="none"), "split": LeaveLastOut(), "label": EveryEvent()}
+    found = fault(path, tmp_path, strict=True, **timeless)
+    assert "exact duplicates of an earlier event" in found
 
 
 @pytest.mark.slow
