@@ -27,7 +27,6 @@ from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommen
 from recpo.evaluation import baselines
 from recpo.evaluation.baselines import FITTED, BaselineCache, by_place, first_allowed
 from recpo.evaluation.candidates import internal_ids
-from recpo.evaluation.document import Kind
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
@@ -39,6 +38,10 @@ from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions
 from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules
+
+#: A trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or one of the
+#: first three with re-ranked lists.
+Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle", "reranked"]
 
 Baseline = Literal[
     "popularity",

@@ -13,8 +13,8 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation import Z95
-from recpo.evaluation.document import Evaluated
 from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estimate
+from recpo.evaluation.held_out_pass import Evaluated
 from recpo.evaluation.off_policy.estimators import SNIPS
 from recpo.evaluation.off_policy.results import DISCOUNTED
 

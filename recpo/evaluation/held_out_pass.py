@@ -1,14 +1,14 @@
 """One pass over the held-out users for every contender, with the same data and options."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Self
 
 import torch
 from tqdm import tqdm
 
-from recpo import __version__
 from recpo.base.errors import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.features import Reads
 from recpo.base.frames import Frame
@@ -16,13 +16,12 @@ from recpo.base.types import EvaluationBatch, on_device
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
 from recpo.evaluation.candidates import CandidateTable, candidates_of
-from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, validate_ks
-from recpo.evaluation.contenders import Contender
-from recpo.evaluation.document import Evaluated, evaluation_document, logging_policy
-from recpo.evaluation.measures import BehaviorRates, Further, Measure
+from recpo.evaluation.catalog_ranking import Gain, Ranking, RankingResult, evaluate_ranking, validate_ks
+from recpo.evaluation.contenders import Contender, Kind
+from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
-from recpo.evaluation.reading import Document
+from recpo.evaluation.off_policy.results import OffPolicyResult
 from recpo.evaluation.segments import NewItems, history_length, item_ages, item_segments, new_items
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
@@ -126,6 +125,26 @@ def held_out_batches(
             bar.update(len(batch.exclude))
 
 
+class Evaluated(NamedTuple):
+    """What one pass found about a contender.
+
+    Attributes:
+        name: unique among the contenders.
+        kind: the kind of contender.
+        result: its metrics.
+        value: its off-policy value; None = not estimated.
+        max_history: how much history it reads.
+        further: the metrics of the user's own measures.
+    """
+
+    name: str
+    kind: Kind
+    result: RankingResult
+    value: OffPolicyResult | None = None
+    max_history: int = 1
+    further: Mapping[str, Direction] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class HeldOutPass:
     """The data and options that all contenders share."""
@@ -213,44 +232,3 @@ class HeldOutPass:
         options = PassOptions(batch_size=users, progress=self.options.progress)
         title = f"evaluate {name}"
         return held_out_batches(self.data, self.options.split, max_history, reads, options, self.device, title)
-
-    def document(
-        self,
-        contenders: Sequence[Contender],
-        evaluated: Sequence[Evaluated],
-        setting: dict[str, Any],
-        warnings: Sequence[str],
-    ) -> Document:
-        """The document: all results, and every option and input that they depend on, including ``setting``."""
-        described = {
-            "recpo_version": __version__,
-            "split": self.options.split,
-            "ks": list(self.options.ks),
-            "positive_threshold": self.data.feedback.rule.positive_threshold,
-            "exclude_past": self.options.exclude_past,
-            "gain": self.options.gain,
-            "num_items": self.data.num_items,
-            "catalog_checksum": self.data.catalog_checksum,
-            "max_context": self.data.manifest["max_context"],
-            "further_metrics": {name: value for one in evaluated for name, value in one.further.items()},
-        }
-        return evaluation_document(
-            [*evaluated, *logging_policy(evaluated, self.truth)],
-            data=self.data,
-            runs={
-                contender.name: {
-                    **contender.facts,
-                    **({} if contender.kind == "lists" else {"max_history": one.max_history}),
-                }
-                for contender, one in zip(contenders, evaluated, strict=True)
-                if contender.facts
-            },
-            setting=described | setting,
-            parts={
-                "training": {contender.name: contender.curves for contender in contenders if contender.curves},
-                "candidates": None if self.ranking.candidates is None else self.ranking.candidates.as_json(),
-                "new_items": self.new_items.as_json(),
-            },
-            warnings=warnings,
-            bootstrap_resamples=self.options.bootstrap_resamples,
-        )

@@ -12,8 +12,9 @@ from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.document import Evaluated, metrics_document
+from recpo.evaluation.document import metrics_document
 from recpo.evaluation.estimates import estimate
+from recpo.evaluation.held_out_pass import Evaluated
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
 from recpo.evaluation.segments import history_length, item_duration, item_segments
