@@ -459,12 +459,9 @@ def reranked_contender(
                 )
             attributes = known.with_vectors(vectors)
 
-        def recommend(
-            histories: Histories, length: int, exclude: Tensor | None, past: Tensor | None = None
-        ) -> Recommendations:
+        def recommend(batch: EvaluationBatch, length: int, exclude: Tensor | None, past: Tensor) -> Recommendations:
             assert ranked.recommend is not None
-            lists = ranked.recommend(histories, max(length, shortlist), exclude)
-            past = past if past is not None else histories.item_ids if exclude is None else exclude
+            lists = ranked.recommend(batch.feedback.histories, max(length, shortlist), exclude)
             items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
             for row, history in enumerate(past.cpu().numpy()):
                 first = (row, slice(shortlist))
@@ -473,12 +470,7 @@ def reranked_contender(
             chosen = (torch.from_numpy(np.ascontiguousarray(part[:, :length])).to(device) for part in (items, scores))
             return Recommendations(*chosen)
 
-        answers = Recommender(
-            recommend,
-            name=ranked.name,
-            scores_are_logp=ranked.scores_are_logp,
-            recommend_to_batch=lambda batch, *asked: recommend(batch.feedback.histories, *asked),
-        )
+        answers = Recommender(name=ranked.name, scores_are_logp=ranked.scores_are_logp, recommend_to_batch=recommend)
         return loaded._replace(recommender=answers, policy=None)
 
     return Contender(f"{base.name} + {reranker.label}", "reranked", load)
