@@ -22,7 +22,7 @@ from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
 from recpo.evaluation.off_policy.results import OffPolicyResult
-from recpo.evaluation.segments import NewItems, history_length, item_ages, item_segments, new_items
+from recpo.evaluation.segments import NewItems, item_ages, item_segments, new_items
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
@@ -179,7 +179,7 @@ class HeldOutPass:
             ks=options.ks,
             exclude_past=options.exclude_past,
             gain=options.gain,
-            user_segments=[history_length()] if options.segments else [],
+            by_history=options.segments,
             item_segments=item_segments(facts, item_ages(data, options.split, available)) if options.segments else [],
             candidates=available,
             new_items_among=fresh.others,

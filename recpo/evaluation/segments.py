@@ -1,9 +1,9 @@
-"""Segments divide users by user properties and targets by item properties, such as the items' age and popularity.
+"""Segments divide users by the length of their history, and targets by properties of the items, such as the age.
 
 New items are candidates that no user was shown in the training period (the cold start).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -21,22 +21,8 @@ from recpo.log.prepared import Prepared
 from recpo.log.schema import ALWAYS, MILLISECONDS_PER_DAY
 from recpo.ops.ranking import RankedHits, accuracy_of_bin, named, ranked_hits
 
-#: Label of a user or an item that is in no bin.
+#: Label of an item that is in no bin.
 NO_BIN = -1
-
-
-class UserSegment(NamedTuple):
-    """Divides users into bins. Every per-user metric gets a mean over the users of each bin.
-
-    Attributes:
-        name: name, such as ``history length``.
-        bins: names of the bins.
-        label: ``batch -> [B]`` int64, index of the user's bin, ``NO_BIN`` for none.
-    """
-
-    name: str
-    bins: tuple[str, ...]
-    label: Callable[[EvaluationBatch], Tensor]
 
 
 class ItemSegment(NamedTuple):
@@ -61,14 +47,15 @@ class ItemSegment(NamedTuple):
             yield RankedHits(hits.hit * (shown == index), inside.sum(1), hits.targets * inside)
 
 
-def history_length() -> UserSegment:
-    """Users by the number of distinct items in their past, ``EvaluationBatch.exclude``. The first bin has new users."""
+#: The segment of the users, by the number of distinct items in their past, and its bins.
+HISTORY_LENGTH: Final = "history length"
+HISTORY_BINS: Final = ("new users", "1-4", "5-19", "20-49", "50 and more")
 
-    def label(batch: EvaluationBatch) -> Tensor:
-        edges = torch.tensor([1, 5, 20, 50], device=batch.exclude.device)
-        return torch.bucketize((batch.exclude > 0).sum(1), edges, right=True)
 
-    return UserSegment("history length", ("new users", "1-4", "5-19", "20-49", "50 and more"), label)
+def history_bin(batch: EvaluationBatch) -> Tensor:
+    """``[B]`` int64, the index of every user's bin among ``HISTORY_BINS``, by ``EvaluationBatch.exclude``."""
+    edges = torch.tensor([1, 5, 20, 50], device=batch.exclude.device)
+    return torch.bucketize((batch.exclude > 0).sum(1), edges, right=True)
 
 
 def item_segments(facts: ItemFacts, ages: Tensor | None = None) -> list[ItemSegment]:
