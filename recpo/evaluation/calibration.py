@@ -24,10 +24,10 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.errors import PositiveInt, RecpoError, Seed
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
-from recpo.evaluation.candidates import Candidates, candidates_of
+from recpo.evaluation.candidates import Candidates, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import as_json, estimate, percentile_interval, resampled
-from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
+from recpo.evaluation.held_out_pass import PassOptions, held_out_batches
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, propensity_share

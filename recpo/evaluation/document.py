@@ -130,9 +130,10 @@ def metrics_document(
 
     An ``estimate`` is ``{mean, half_width, n}``: mean over the n users for whom the metric is defined, and half of
     its normal 95 % interval. With ``bootstrap_resamples`` the estimates under ``metrics`` of contenders also have
-    ``low`` and ``high``, the ends of the 95 % percentile interval over resampled users. Segments are ``history length``,
-    with every metric of the users of a bin, and ``item popularity`` and other divisions of the items, with NDCG, Recall
-    and HitRate of the targets of a bin. JSON keys are sorted; the order of bins is in ``setting["segments"]``: ``{segment: [bin]}``.
+    ``low`` and ``high``, the ends of the 95 % percentile interval over resampled users. Segments are ``history
+    length``, with every metric of the users of a bin, and ``item popularity`` and other divisions of the items, with
+    NDCG, Recall and HitRate of the targets of a bin. JSON keys are sorted; the order of bins is in
+    ``setting["segments"]``: ``{segment: [bin]}``.
 
     Args:
         contenders: contenders that were evaluated on the same users.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from tqdm import tqdm
@@ -15,7 +15,7 @@ from recpo.base.frames import Frame
 from recpo.base.types import EvaluationBatch, on_device
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
-from recpo.evaluation.candidates import CandidateTable, candidates_of
+from recpo.evaluation.candidates import CandidateTable, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Gain, Ranking, RankingResult, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender, Kind
 from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
@@ -26,8 +26,6 @@ from recpo.evaluation.segments import NewItems, item_ages, item_segments, new_it
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
-
-HeldOut = Literal["valid", "test"]
 
 _EXCLUDED_AT_ONCE = 1 << 24  # size of a users x items matrix: 128 MiB
 _NO_PROPENSITIES = (

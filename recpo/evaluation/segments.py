@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recpo.base.types import EvaluationBatch
 from recpo.evaluation.beyond_accuracy import POPULARITY_BINS, ItemFacts, mean_to_k, popularity_bins
-from recpo.evaluation.candidates import NEVER, Candidates, HeldOutPeriod, has_positions
+from recpo.evaluation.candidates import NEVER, Candidates, HeldOut, has_positions
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.true_rewards import TrueRewards
 from recpo.log.prepared import Prepared
@@ -85,7 +85,7 @@ _BOUNDS: Final = (1.0, 3.0, 7.0, 30.0)
 _BINS: Final = ("under 1 day", "1 to 3 days", "3 to 7 days", "7 to 30 days", "30 days and more", "no event in training")
 
 
-def item_ages(data: Prepared, split: HeldOutPeriod, candidates: Candidates | None) -> Tensor | None:
+def item_ages(data: Prepared, split: HeldOut, candidates: Candidates | None) -> Tensor | None:
     """Ages ``[V + 1]`` of the items in days, float64, at the start of the period; nan = unknown; place 0 is unused.
 
     An item's age counts from ``available_from`` if the candidates have it for any item (inf if it was always

@@ -23,7 +23,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import held_out_batch
-from recpo.evaluation.held_out_pass import HeldOut
+from recpo.evaluation.candidates import HeldOut
 from recpo.log.prepared import Events, Prepared
 from recpo.log.schema import LogColumns
 

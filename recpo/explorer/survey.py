@@ -27,11 +27,10 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import HeldOutBatches, Rank
-from recpo.evaluation.candidates import Candidates, candidates_of
+from recpo.evaluation.candidates import Candidates, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.estimates import Estimate, estimate
-from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.variants import clustered_mean
 from recpo.explorer.people_and_items import Catalog, Person, known

@@ -17,10 +17,10 @@ from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt, RecpoError
 from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.batches.slates import HeldOutHistories
-from recpo.evaluation.candidates import begin_of, has_positions
+from recpo.evaluation.candidates import HeldOut, begin_of, has_positions
 from recpo.evaluation.comparison import NEW, OLD, Comparison, agreement, comparison_document, gate
 from recpo.evaluation.contenders import Contender, Loaded
-from recpo.evaluation.held_out_pass import HeldOut, ValueOptions
+from recpo.evaluation.held_out_pass import ValueOptions
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import Document
 from recpo.log.id_map import IdMap

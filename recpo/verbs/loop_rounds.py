@@ -27,9 +27,9 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.documents import read_yaml
 from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
+from recpo.evaluation.candidates import HeldOut
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.evaluation import Evaluation
-from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.measure import rewarded
 from recpo.evaluation.off_policy.results import POLICY
