@@ -29,6 +29,7 @@ from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.evaluation.candidates import Candidates, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
+from recpo.evaluation.comparison import overlap
 from recpo.evaluation.contenders import Contender, Loaded
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.measures import Measure, Observed
@@ -215,12 +216,9 @@ class Survey:
         return -found if metric.startswith("disliked") else found
 
     def overlap(self, one: int, other: int) -> np.ndarray:
-        """``[S]`` share of places in the lists of two contenders that hold items of both."""
-        mine, theirs = self.contenders[one].lists, self.contenders[other].lists
-        both = ((mine[:, :, None] == theirs[:, None, :]) & (mine > 0)[:, :, None]).any(2).sum(1)
-        longest = np.maximum(np.maximum((mine > 0).sum(1), (theirs > 0).sum(1)), 1)
-        share: np.ndarray = both / longest
-        return share
+        """``[S]`` share of places in the lists of two contenders that hold items of both; 1 of two empty lists."""
+        mine, theirs = (torch.from_numpy(self.contenders[place].lists) for place in (one, other))
+        return overlap(mine, theirs).numpy()
 
     def change(self, other: int) -> np.ndarray:
         """``[S]`` what a user gains if ``other`` replaces the first one: by the first metric defined for the user."""
