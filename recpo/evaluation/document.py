@@ -13,7 +13,6 @@ from torch import Tensor
 from recpo import __version__
 from recpo.evaluation import Z95
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.contenders import Contender
 from recpo.evaluation.estimates import LEVEL, Estimate, as_json, estimate, holm, p_value, percentile_interval
 from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass
 from recpo.evaluation.off_policy.results import (
@@ -33,12 +32,7 @@ _OF_A_PERIOD = {"events": "targets", "users": "users"}
 
 
 def evaluation_document(
-    shared: HeldOutPass,
-    contenders: Sequence[Contender],
-    evaluated: Sequence[Evaluated],
-    *,
-    checkpoint: str,
-    warnings: Sequence[str] = (),
+    shared: HeldOutPass, evaluated: Sequence[Evaluated], *, checkpoint: str, warnings: Sequence[str] = ()
 ) -> Document:
     """The content of ``metrics.json``: that of ``metrics_document``, and the following.
 
@@ -57,8 +51,7 @@ def evaluation_document(
 
     Args:
         shared: the data and the options that all numbers depend on.
-        contenders: all contenders.
-        evaluated: what the pass found about each of them. The logging policy is added if something is known about it.
+        evaluated: all contenders. The logging policy is added if something is known about it.
         checkpoint: which checkpoint of the runs was evaluated.
         warnings: further warnings to read before the numbers.
     """
@@ -77,11 +70,7 @@ def evaluation_document(
         "further_metrics": {name: value for one in evaluated for name, value in one.further.items()},
         "checkpoint": checkpoint,
     }
-    runs = {
-        contender.name: {**contender.facts, **({} if contender.kind == "lists" else {"max_history": one.max_history})}
-        for contender, one in zip(contenders, evaluated, strict=True)
-        if contender.facts
-    }
+    runs = {one.name: one.facts for one in evaluated if one.facts}
     every, same = [*evaluated, *logging_policy(evaluated, shared.truth)], _same_weights(runs)
     periods: tuple[Period, ...] = ("train", options.split)
     document = metrics_document(every, setting=setting, same=same, bootstrap_resamples=options.bootstrap_resamples)
@@ -89,7 +78,7 @@ def evaluation_document(
         "headroom": headroom({one.name: one.result for one in every}, runs),
         "same_weights": same,
         "labels": {"threshold": threshold, "periods": {period: label_summary(data, period) for period in periods}},
-        "training": {contender.name: contender.curves for contender in contenders if contender.curves},
+        "training": {one.name: one.curves for one in evaluated if one.curves},
         "provenance": {"data": _data_facts(data), "runs": runs},
         "candidates": None if candidates is None else candidates.as_json(),
         "new_items": shared.new_items.as_json(),
@@ -327,7 +316,7 @@ def _gains(later: Evaluated, earlier: Evaluated) -> Sequence[OffPolicyDifference
     return later.value.differences(earlier.value)
 
 
-def _same_weights(runs: Document) -> list[list[str]]:
+def _same_weights(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Pairs of runs and bundles with the same trained weights, in the order of the contenders."""
     known = {name: facts["weights_sha256"] for name, facts in runs.items() if facts.get("weights_sha256")}
     return [[one, other] for one, other in combinations(known, 2) if known[one] == known[other]]

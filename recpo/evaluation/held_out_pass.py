@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from tqdm import tqdm
@@ -131,16 +131,18 @@ class Evaluated(NamedTuple):
         kind: the kind of contender.
         result: its metrics.
         value: its off-policy value; None = not estimated.
-        max_history: how much history it reads.
         further: the metrics of the user's own measures.
+        facts: its origin, and how much history it reads.
+        curves: its training curves.
     """
 
     name: str
     kind: Kind
     result: RankingResult
     value: OffPolicyResult | None = None
-    max_history: int = 1
     further: Mapping[str, Direction] = MappingProxyType({})
+    facts: Mapping[str, Any] = MappingProxyType({})
+    curves: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,10 @@ class HeldOutPass:
         result = replace(result, counts={**result.counts, **counts()})
         estimated = None if value is None else value.result()
         own = {name: direction for measure in further for name, direction in measure.names.items()}
-        return Evaluated(contender.name, contender.kind, result, estimated, max_history, own)
+        facts = dict(contender.facts)
+        if facts and contender.kind != "lists":
+            facts["max_history"] = max_history
+        return Evaluated(contender.name, contender.kind, result, estimated, own, facts, contender.curves)
 
     def one_list(self, contender: Contender, k: int) -> tuple[int, list[int]]:
         """The first held-out user and the items of the user's list, without those of the past; internal ids."""

@@ -100,7 +100,7 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
                 contenders.append(oracle(shared.truth))
             validate_names(contenders)
             evaluated = [shared.evaluate(contender) for contender in contenders]
-            document = evaluation_document(shared, contenders, evaluated, checkpoint=self.checkpoint, warnings=warnings)
+            document = evaluation_document(shared, evaluated, checkpoint=self.checkpoint, warnings=warnings)
             evaluation = Evaluation(document, self.recorded())
             if target is not None:
                 evaluation.write_files(target)
