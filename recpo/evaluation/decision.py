@@ -15,8 +15,7 @@ from recpo.base.errors import RecpoError
 from recpo.evaluation import Z95
 from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estimate
 from recpo.evaluation.held_out_pass import Evaluated
-from recpo.evaluation.off_policy.estimators import SNIPS
-from recpo.evaluation.off_policy.results import DISCOUNTED
+from recpo.evaluation.off_policy.results import DISCOUNTED, snips_of
 
 #: The criterion of a log with exposures that were not liked.
 CRITERION: Final = "AUC_mixed"
@@ -203,11 +202,7 @@ def reward_of(one: Evaluated, k: int) -> tuple[float, float]:
         one: the contender.
         k: length of the lists.
     """
-    for found in () if one.value is None else one.value.estimates:
-        if (found.target, found.estimator) == (DISCOUNTED.format(k=k), SNIPS.name):
-            low, high = found.intervals["normal"]
-            return found.value, (high - low) / 2
-    return math.nan, math.nan
+    return snips_of(one.value, DISCOUNTED.format(k=k))
 
 
 def _known(value: float) -> float:
