@@ -18,7 +18,7 @@ from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeat
 from recpo.evaluation.candidates import CandidateTable, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Gain, Ranking, RankingResult, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender, Kind
-from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure
+from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure, Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
 from recpo.evaluation.off_policy.results import OffPolicyResult
@@ -194,9 +194,9 @@ class HeldOutPass:
 
     def evaluate(self, contender: Contender) -> Evaluated:
         """One pass over the held-out users. The contender is loaded for it and released afterwards."""
-        recommender, max_history, policy, counts, reads = contender.load()
+        recommender = contender.load()
         is_estimated = self.off_policy is not None and contender.kind != "oracle"
-        value = self.off_policy.measure(policy) if self.off_policy is not None and is_estimated else None
+        value = self.off_policy.measure(recommender.policy) if self.off_policy is not None and is_estimated else None
         behaviors, further = self.data.behaviors, [Further(measure) for measure in self.options.measures]
         optional: list[Measure | None] = [
             self.truth,
@@ -205,33 +205,32 @@ class HeldOutPass:
             BehaviorRates(behaviors, max(self.options.ks)) if behaviors else None,
         ]
         known = [BeyondAccuracy(self.facts, self.options.ks), *(one for one in optional if one is not None), *further]
-        batches = self._batches(max_history, contender.name, Reads(behaviors=bool(behaviors)) | reads)
+        batches = self._batches(recommender, contender.name)
         result = evaluate_ranking(recommender, batches, self.ranking, known)
-        result = replace(result, counts={**result.counts, **counts()})
+        result = replace(result, counts={**result.counts, **recommender.counts()})
         estimated = None if value is None else value.result()
         own = {name: direction for measure in further for name, direction in measure.names.items()}
         facts = dict(contender.facts)
         if facts and contender.kind != "lists":
-            facts["max_history"] = max_history
+            facts["max_history"] = recommender.max_history
         return Evaluated(contender.name, contender.kind, result, estimated, own, facts, contender.curves)
 
     def one_list(self, contender: Contender, k: int) -> tuple[int, list[int]]:
         """The first held-out user and the items of the user's list, without those of the past; internal ids."""
-        recommender, max_history, _, _, reads = contender.load()
-        batch = next(self._batches(max_history, contender.name, reads, users=1))
+        recommender = contender.load()
+        batch = next(self._batches(recommender, contender.name, users=1))
         candidates = self.ranking.candidates
         absent = None if candidates is None else candidates.unavailable(batch.user_ids)
         with torch.inference_mode():
             items = recommender.lists(batch, k, batch.exclude, absent).item_ids[0]
         return int(batch.user_ids[0]), items[items > 0].tolist()
 
-    def _batches(
-        self, max_history: int, name: str, reads: Reads, users: int | None = None
-    ) -> Iterator[EvaluationBatch]:
+    def _batches(self, recommender: Recommender, name: str, users: int | None = None) -> Iterator[EvaluationBatch]:
         """Batches of ``users``; None = of the batch size, reduced if many items are excluded for every user."""
         candidates, others = self.ranking.candidates, self.ranking.new_items_among
         width = (0 if candidates is None else candidates.most_unavailable) + (0 if others is None else len(others))
         users = users or max(1, min(self.options.batch_size, _EXCLUDED_AT_ONCE // max(1, width)))
         options = PassOptions(batch_size=users, progress=self.options.progress)
-        title = f"evaluate {name}"
-        return held_out_batches(self.data, self.options.split, max_history, reads, options, self.device, title)
+        split, reads = self.options.split, Reads(behaviors=bool(self.data.behaviors)) | recommender.reads
+        length, title = recommender.max_history, f"evaluate {name}"
+        return held_out_batches(self.data, split, length, reads, options, self.device, title)

@@ -11,7 +11,7 @@ import recpo
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.cli.main import main
 from recpo.evaluation.beyond_accuracy import ItemFeatures
-from recpo.evaluation.contenders import Contender, Loaded, reranked_contender
+from recpo.evaluation.contenders import Contender, reranked_contender
 from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import AttributeCap, Calibration, ItemAttributes, MaximalMarginalRelevance, Tags
 from recpo.log.prepared import Prepared
@@ -49,10 +49,10 @@ def two_users():
 def test_the_first_k_are_chosen_from_the_shortlist_and_the_rest_follows_by_relevance():
     pairs = np.arange(1, 10), np.array([0, 0, 0, 1, 1, 2, 3, 4, 5])
     known = ItemAttributes({"author": Tags.from_pairs(*pairs, 9)})
-    base = Contender("run", "run", lambda: Loaded(Recommender(counting_down, name="run", scores_are_logp=True), 5))
+    base = Contender("run", "run", lambda: Recommender(counting_down, name="run", scores_are_logp=True))
     contender = reranked_contender(base, AttributeCap("author", 1), known, lambda loaded: None, k=3, shortlist=7)
     assert (contender.name, contender.kind) == ("run + author at most 1", "reranked")
-    recommender = contender.load().recommender
+    recommender = contender.load()
     lists = recommender.lists(two_users(), 9, torch.zeros(2, 1, dtype=torch.long))
     assert lists.item_ids.tolist() == [[1, 4, 6, 2, 3, 5, 7, 8, 9]] * 2
     assert lists.scores.tolist() == [[-float(i) for i in range(9)]] * 2
@@ -62,11 +62,11 @@ def test_the_first_k_are_chosen_from_the_shortlist_and_the_rest_follows_by_relev
 
 def test_calibration_reads_the_whole_past():
     known = ItemAttributes({"topic": Tags.from_pairs(np.arange(1, 10), np.arange(1, 10) % 3, 9)})
-    base = Contender("run", "run", lambda: Loaded(Recommender(counting_down, name="run"), 5))
+    base = Contender("run", "run", lambda: Recommender(counting_down, name="run"))
     reranker = Calibration("topic", 0.01)
     contender = reranked_contender(base, reranker, known, lambda loaded: None, k=3, shortlist=9)
     past = torch.tensor([[2, 5, 0], [3, 6, 9]])
-    lists = contender.load().recommender.lists(two_users(), 3, past).item_ids
+    lists = contender.load().lists(two_users(), 3, past).item_ids
     assert (lists % 3).tolist() == [[2, 2, 2], [0, 0, 0]]
 
 
