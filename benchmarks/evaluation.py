@@ -39,7 +39,7 @@ from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
-from recpo.evaluation.segments import history_length, item_segments
+from recpo.evaluation.segments import item_segments
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 
 HERE = Path(__file__).resolve().parent
@@ -116,7 +116,7 @@ def whole_pass(options: argparse.Namespace, size: str, contender: str, everythin
         result = evaluate_ranking(
             recommender,
             random_batches(users, items) if batches is None else batches,
-            Ranking(num_items=items, ks=KS, user_segments=[history_length()], item_segments=item_segments(facts)),
+            Ranking(num_items=items, ks=KS, by_history=True, item_segments=item_segments(facts)),
             measures=[BeyondAccuracy(facts, KS)] if everything else [],
         )
         seconds.append(time.perf_counter() - start[0])

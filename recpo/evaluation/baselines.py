@@ -91,27 +91,6 @@ def by_place(items: Tensor) -> Recommendations:
     return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))
 
 
-def decayed_counts(
-    item_index: np.ndarray, timestamp: np.ndarray, *, num_items: int, end: int, half_life: float
-) -> np.ndarray:
-    """Training events of the items 1..V, weighted by recency: ``c_i = sum_e 2 ** ((t_e - end) / half_life)``.
-
-    With these counts, ``Popularity`` is a recency baseline. Sums over several chunks of events may be added.
-
-    Args:
-        item_index: ``[N]``, the item of each event.
-        timestamp: ``[N]``, its time.
-        num_items: V.
-        end: the time at which an event has weight 1: the last time of the training period.
-        half_life: in the unit of the timestamps; an event of this age has weight one half.
-
-    Returns:
-        ``[V]`` float64.
-    """
-    weight = np.exp2((timestamp - end) / half_life)
-    return np.bincount(item_index, weight, minlength=num_items + 1)[1:]
-
-
 def item_scores(name: str, data: Prepared, half_life_days: float | None = None) -> np.ndarray:
     """Scores ``[V]`` of a baseline that ranks the same way for every user.
 
@@ -137,9 +116,10 @@ def item_scores(name: str, data: Prepared, half_life_days: float | None = None) 
 
 
 def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
-    """Training events of the items 1..V, weighted by recency (``decayed_counts``): ``[V]``.
+    """Training events of the items 1..V, weighted by recency: ``c_i = sum_e 2 ** ((t_e - end) / half_life)``, ``[V]``.
 
-    Two passes with one piece in memory at a time; the first one finds the start and the end of the training period.
+    An event at the end of the training period has weight 1, and one that is a half-life older one half. Two passes with
+    one piece in memory at a time; the first one finds the start and the end of the training period.
     """
     first, last = np.inf, -np.inf
     for columns in data.train_columns(["timestamp"]):
@@ -149,7 +129,8 @@ def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
     half_life = max(1.0, (last - first) / 10) if half_life_days is None else half_life_days * MILLISECONDS_PER_DAY
     counts = np.zeros(data.num_items)
     for item, time in (columns.values() for columns in data.train_columns(["item_index", "timestamp"])):
-        counts += decayed_counts(item, time, num_items=data.num_items, end=int(last), half_life=half_life)
+        weight = np.exp2((time - int(last)) / half_life)
+        counts += np.bincount(item, weight, minlength=data.num_items + 1)[1:]
     return counts
 
 

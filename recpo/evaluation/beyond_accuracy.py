@@ -29,7 +29,7 @@ from recpo.evaluation.measures import Measure, Observed
 from recpo.lists.reranking import ItemAttributes
 from recpo.log.id_map import read_rows
 from recpo.log.prepared import Prepared
-from recpo.ops.ranking import is_member
+from recpo.ops.ranking import is_member, named
 
 _CELLS_AT_ONCE = 1 << 24  # of users x tags
 _SMOOTHING = 0.01  # Steck's alpha
@@ -137,7 +137,7 @@ class BeyondAccuracy(Measure):
             by_name["tag_diversity"] = tag_diversity(item_ids, self._tags, self._ks)
             by_name["tag_entropy"] = tag_entropy(item_ids, self._tags, self._ks)
             by_name["miscalibration"] = miscalibration(item_ids, history, self._tags, self._ks)
-        return {f"{name}@{k}": values[:, i] for name, values in by_name.items() for i, k in enumerate(self._ks)}
+        return named(self._ks, **by_name)
 
 
 def mean_to_k(values: Tensor, item_ids: Tensor, ks: Sequence[int]) -> Tensor:

@@ -24,10 +24,10 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.errors import PositiveInt, RecpoError, Seed
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
-from recpo.evaluation.candidates import Candidates, candidates_of
+from recpo.evaluation.candidates import Candidates, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import as_json, estimate, percentile_interval, resampled
-from recpo.evaluation.held_out_pass import HeldOut, PassOptions, held_out_batches
+from recpo.evaluation.held_out_pass import PassOptions, held_out_batches
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, propensity_share
@@ -399,7 +399,7 @@ class RewardComparison:
         device: where rewards are computed.
         k: length of the greedy lists, at most the catalog.
         truth: the truth of a simulated log.
-        estimates_value: the log has propensities, so the value of lists is estimated from it.
+        value: estimates the value of lists from the log; None = the log has no propensities.
         candidates: items that may be listed at the start of the test period; None = all that are not retired.
     """
 
@@ -408,7 +408,7 @@ class RewardComparison:
     device: torch.device
     k: int
     truth: TrueRewards | None
-    estimates_value: bool
+    value: OffPolicySetting | None
     candidates: Candidates | None
 
     @classmethod
@@ -416,8 +416,11 @@ class RewardComparison:
         """Reads what all rewards share."""
         k = min(options.k, data.num_items)
         truth = None if options.truth is None else true_rewards(Path(options.truth), data, "test", [k])
-        estimates_value = propensity_share(data, "test") > 0
-        return cls(data, options, device, k, truth, estimates_value, candidates_of(data, "test", None))
+        value = None
+        if propensity_share(data, "test"):
+            estimation = OffPolicyOptions(resamples=options.resamples, seed=options.seed)
+            value = OffPolicySetting(estimation, options.logged_reward, data.num_items, [k])
+        return cls(data, options, device, k, truth, value, candidates_of(data, "test", None))
 
     def exposures(self, split: HeldOut, columns: Callable[[FeedbackBatch], list[Tensor]]) -> list[Any]:
         """The ``columns [B, S, ...]`` of a period's exposures, followed by their users and random flags, as arrays.
@@ -433,7 +436,7 @@ class RewardComparison:
 
     def compare(self, rewards: Mapping[str, ComparedReward]) -> dict[str, Any]:
         """The content of a ``CalibrationReport``."""
-        exposures, found, notes = {}, {}, [] if self.estimates_value else [_NO_PROPENSITIES]
+        exposures, found, notes = {}, {}, [] if self.value is not None else [_NO_PROPENSITIES]
         logging: dict[str, Any] = {}
         candidates = self.candidates
         num_candidates = self.data.num_items if candidates is None else int(candidates.is_candidate.sum())
@@ -458,9 +461,7 @@ class RewardComparison:
     def _test(self, name: str, compared: ComparedReward) -> tuple[RatedExposures, dict[str, Any], dict[str, Any]]:
         """One pass over the test period: its exposures, and the value of the greedy lists and of the logging policy."""
         num_items, exposures = self.data.num_items, []
-        estimation = OffPolicyOptions(resamples=self.options.resamples, seed=self.options.seed)
-        setting = OffPolicySetting(estimation, self.options.logged_reward, num_items, [self.k])
-        value = setting.measure() if self.estimates_value else None
+        value = None if self.value is None else self.value.measure()
         at_once = max(1, min(self.options.batch_size, _MOST_CANDIDATES // num_items))
 
         def batches() -> Iterator[EvaluationBatch]:

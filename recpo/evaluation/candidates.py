@@ -29,7 +29,7 @@ from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, POSITIONS, Derived,
 ALL: Final = "all"
 ITEM_ID, AVAILABLE_FROM = LogColumns.ITEM_ID, Derived.AVAILABLE_FROM
 
-HeldOutPeriod = Literal["valid", "test"]
+HeldOut = Literal["valid", "test"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def table_of(given: Given) -> CandidateTable | None:
     return None if isinstance(given, str | PathLike) and fspath(given) == ALL else CandidateTable(given)
 
 
-def candidates_of(data: Prepared, split: HeldOutPeriod, given: Given) -> Candidates | None:
+def candidates_of(data: Prepared, split: HeldOut, given: Given) -> Candidates | None:
     """The candidates of a held-out period; None = every item of the catalog.
 
     Args:
@@ -171,7 +171,7 @@ def has_positions(data: Prepared) -> bool:
     return bool(data.manifest["config"]["columns"].get("time_unit") in POSITIONS)
 
 
-def begin_of(data: Prepared, split: HeldOutPeriod) -> int | NDArray[np.int64]:
+def begin_of(data: Prepared, split: HeldOut) -> int | NDArray[np.int64]:
     """When lists are made, in milliseconds since the epoch: the start of the period, or ``[users]`` separate times."""
     begin = data.manifest["boundaries"].get(f"{split}_start_ms")
     if begin is not None:

@@ -14,7 +14,7 @@ from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.estimates import Estimate, estimate
 from recpo.evaluation.measures import Measure, Observed, Recommender
-from recpo.evaluation.segments import ItemSegment, UserSegment
+from recpo.evaluation.segments import HISTORY_BINS, HISTORY_LENGTH, ItemSegment, history_bin
 from recpo.ops.exposures import Targets, auc_precision, exposure_auc, held_out_targets, unseen_auc, with_unseen
 from recpo.ops.ranking import accuracy, accuracy_of_bin, first_places, graded_ndcg, is_member, named, ranked_hits
 
@@ -84,7 +84,7 @@ class Ranking:
         num_items: catalog size.
         ks: list lengths.
         gain: gain of the graded NDCG, see ``graded_accuracy``.
-        user_segments: label every user.
+        by_history: every per-user metric also has means over the users of each bin of ``HISTORY_BINS``.
         item_segments: HitRate, Recall and NDCG of each bin's targets.
         candidates: items that may be listed; held-out events of other items are removed from the targets and counted.
             None = every item of the catalog.
@@ -96,7 +96,7 @@ class Ranking:
     num_items: int
     ks: Sequence[int] = (10, 50)
     gain: Gain = "linear"
-    user_segments: Sequence[UserSegment] = ()
+    by_history: bool = False
     item_segments: Sequence[ItemSegment] = ()
     candidates: Candidates | None = None
     new_items_among: Tensor | None = None
@@ -142,7 +142,7 @@ class RankingPass:
         self._user_ids: list[Tensor] = []
         self._per_user: _Parts = defaultdict(list)
         self._precision: _Parts = defaultdict(list)
-        self._labels: _Parts = defaultdict(list)
+        self._history_bins: list[Tensor] = []
         self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
 
     def add(self, batch: EvaluationBatch) -> None:
@@ -186,16 +186,16 @@ class RankingPass:
         """
         if not self._user_ids:
             raise RecpoError("nothing to evaluate: there are no held-out users", code="empty", field="prepared")
-        labels = _joined(self._labels)
+        user_segments = {}
+        if self._ranking.by_history:
+            bins = torch.cat(self._history_bins)
+            user_segments[HISTORY_LENGTH] = {name: bins == index for index, name in enumerate(HISTORY_BINS)}
         return RankingResult(
             user_ids=torch.cat(self._user_ids),
             per_user=_joined(self._per_user),
             totals={name: value for measure in self._measures for name, value in measure.totals().items()},
             counts=dict(self._counts),
-            user_segments={
-                segment.name: {name: labels[segment.name] == index for index, name in enumerate(segment.bins)}
-                for segment in self._ranking.user_segments
-            },
+            user_segments=user_segments,
             item_segments={
                 segment.name: {name: _joined(self._per_bin[segment.name, name]) for name in segment.bins}
                 for segment in self._ranking.item_segments
@@ -240,7 +240,8 @@ class RankingPass:
             metrics |= {name: values.float() for name, values in more.items()}
         self._user_ids.append(observed.batch.user_ids.cpu())
         _append(self._per_user, metrics)
-        _append(self._labels, {segment.name: segment.label(observed.batch) for segment in self._ranking.user_segments})
+        if self._ranking.by_history:
+            self._history_bins.append(history_bin(observed.batch).cpu())
         for segment in self._ranking.item_segments:
             for bin_name, of_bin in zip(segment.bins, segment.split(positive, lists), strict=True):
                 _append(self._per_bin[segment.name, bin_name], accuracy_of_bin(of_bin, self._ranking.ks))

@@ -5,7 +5,7 @@ the effect of diversity, caps and calibration in the same tables as the lists th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol, Self, get_args
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from recpo.artifacts.checksums import sha256
-from recpo.base.contracts import Policy
 from recpo.base.errors import PositiveFloat, RecpoError, validate_ranges
 from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
@@ -27,7 +26,6 @@ from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommen
 from recpo.evaluation import baselines
 from recpo.evaluation.baselines import FITTED, BaselineCache, by_place, first_allowed
 from recpo.evaluation.candidates import internal_ids
-from recpo.evaluation.document import Kind
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
@@ -39,6 +37,10 @@ from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions
 from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules, personal_popularity
+
+#: A trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or one of the
+#: first three with re-ranked lists.
+Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle", "reranked"]
 
 Baseline = Literal[
     "popularity",
@@ -61,24 +63,6 @@ BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 DEFAULT_BASELINES: tuple[Baseline, ...] = ("popularity", "recency", "sequential_rules", "factorization", "random")
 
 
-class Loaded(NamedTuple):
-    """A contender in memory.
-
-    Attributes:
-        recommender: the recommender to evaluate.
-        max_history: number of history events that it reads.
-        policy: the policy whose items can be drawn; None = there are only lists.
-        counts: after the pass, further counts besides users and events.
-        reads: what batches must contain for it, besides items, feedback and times.
-    """
-
-    recommender: Recommender
-    max_history: int
-    policy: Policy | None = None
-    counts: Callable[[], Mapping[str, int]] = dict
-    reads: Reads = Reads()
-
-
 @dataclass(frozen=True)
 class Contender:
     """A contender to evaluate. It is loaded on demand, so that only one policy at a time is in memory.
@@ -93,7 +77,7 @@ class Contender:
 
     name: str
     kind: Kind
-    load: Callable[[], Loaded]
+    load: Callable[[], Recommender]
     facts: Mapping[str, Any] = field(default_factory=dict)
     curves: Mapping[str, Any] = field(default_factory=dict)
 
@@ -139,18 +123,18 @@ def baseline(
         progress: show a progress bar on a terminal.
     """
 
-    def load() -> Loaded:
+    def load() -> Recommender:
         if name in FITTED:
             return loaded_model(baselines.fitted_model(name, data, getattr(options, name), cache, progress), name)
         if name == "random":
-            return Loaded(Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name), 1)
+            return Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name)
         if name == "sequential_rules":
             return loaded_model(fit_sequential_rules(data, options.sequential_rules), name)
         if name == "personal_popularity":
             return loaded_model(personal_popularity(data), name)
         scores = torch.from_numpy(baselines.item_scores(name, data, options.recency_half_life))
         popularity = baselines.Popularity(scores)
-        return Loaded(Recommender(popularity.recommend, name=name, score=popularity.score), 1)
+        return Recommender(popularity.recommend, name=name, score=popularity.score)
 
     # no library that we know has AllRank, so it is not among what a team has without recpo
     return Contender(name, "factors" if name == "allrank" else "baseline", load)
@@ -158,7 +142,7 @@ def baseline(
 
 def oracle(truth: TrueRewards) -> Contender:
     """The oracle, which knows the taste of every user: an upper bound, not a competitor."""
-    return Contender(ORACLE, "oracle", lambda: Loaded(truth.oracle(), 1))
+    return Contender(ORACLE, "oracle", truth.oracle)
 
 
 def default_baselines(data: Prepared) -> list[Baseline]:
@@ -196,7 +180,7 @@ class _Scoring(Protocol):
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations: ...
 
 
-def loaded_model(model: Factors | _Scoring, name: str) -> Loaded:
+def loaded_model(model: Factors | _Scoring, name: str) -> Recommender:
     """A fitted model, run on the CPU; histories may be on any device.
 
     Factors list the items with the highest predicted grade, or lower bound of it, for users folded in from their
@@ -215,7 +199,7 @@ def loaded_model(model: Factors | _Scoring, name: str) -> Loaded:
         return model.scores(histories).gather(1, (items.cpu() - 1).clamp_min(0)).to(items.device)
 
     reads = model.reads if isinstance(model, Factors) else Reads()
-    return Loaded(Recommender(recommend, name=name, score=score), model.max_history, reads=reads)
+    return Recommender(recommend, name=name, score=score, max_history=model.max_history, reads=reads)
 
 
 USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"
@@ -291,10 +275,9 @@ def lists_contender(given: Lists, data: Prepared, ks: Sequence[int]) -> Contende
     if given.path is not None and Path(given.path).is_file():
         facts["sha256"] = sha256(Path(given.path))
 
-    def load() -> Loaded:
+    def load() -> Recommender:
         answers = _Answers(listed, tuple(ks), data.num_items)
-        recommender = Recommender(recommend_to_batch=answers.recommend, name=given.name)
-        return Loaded(recommender, 1, counts=answers.counts)
+        return Recommender(recommend_to_batch=answers.recommend, name=given.name, counts=answers.counts)
 
     return Contender(given.name, "lists", load, facts)
 
@@ -424,7 +407,7 @@ class _Answers:
 
 
 #: The item vectors ``[V + 1, d]`` of a contender in memory; None = it has none.
-VectorsOf = Callable[[Loaded], FloatArray | None]
+VectorsOf = Callable[[Recommender], FloatArray | None]
 
 
 def reranked_contender(
@@ -449,11 +432,10 @@ def reranked_contender(
     for attribute in reranker.attributes:
         known.attribute(attribute)
 
-    def load() -> Loaded:
-        loaded = base.load()
-        ranked, attributes = loaded.recommender, known
+    def load() -> Recommender:
+        ranked, attributes = base.load(), known
         if reranker.reads_vectors and known.vectors is None:
-            vectors = vectors_of(loaded)
+            vectors = vectors_of(ranked)
             if vectors is None:
                 raise RecpoError(
                     f"{base.name} has no item vectors of its own, which {reranker.label} reads: name a column of "
@@ -463,12 +445,9 @@ def reranked_contender(
                 )
             attributes = known.with_vectors(vectors)
 
-        def recommend(
-            histories: Histories, length: int, exclude: Tensor | None, past: Tensor | None = None
-        ) -> Recommendations:
+        def recommend(batch: EvaluationBatch, length: int, exclude: Tensor | None, past: Tensor) -> Recommendations:
             assert ranked.recommend is not None
-            lists = ranked.recommend(histories, max(length, shortlist), exclude)
-            past = past if past is not None else histories.item_ids if exclude is None else exclude
+            lists = ranked.recommend(batch.feedback.histories, max(length, shortlist), exclude)
             items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
             for row, history in enumerate(past.cpu().numpy()):
                 first = (row, slice(shortlist))
@@ -477,12 +456,6 @@ def reranked_contender(
             chosen = (torch.from_numpy(np.ascontiguousarray(part[:, :length])).to(device) for part in (items, scores))
             return Recommendations(*chosen)
 
-        answers = Recommender(
-            recommend,
-            name=ranked.name,
-            scores_are_logp=ranked.scores_are_logp,
-            recommend_to_batch=lambda batch, *asked: recommend(batch.feedback.histories, *asked),
-        )
-        return loaded._replace(recommender=answers, policy=None)
+        return replace(ranked, recommend=None, recommend_to_batch=recommend, log_prob=None, score=None, policy=None)
 
     return Contender(f"{base.name} + {reranker.label}", "reranked", load)

@@ -13,10 +13,9 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation import Z95
-from recpo.evaluation.document import Evaluated
 from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estimate
-from recpo.evaluation.off_policy.estimators import SNIPS
-from recpo.evaluation.off_policy.results import DISCOUNTED
+from recpo.evaluation.held_out_pass import Evaluated
+from recpo.evaluation.off_policy.results import DISCOUNTED, snips_of
 
 #: The criterion of a log with exposures that were not liked.
 CRITERION: Final = "AUC_mixed"
@@ -27,6 +26,8 @@ CRITERIA: Final = {
     "NDCG": "how high the lists have what users chose: the period has too few exposures that they did not like",
 }
 _LEAST_USERS: Final = 30
+#: A mean above so many half-widths is above 0 by a one-sided test at 5 %.
+_BEYOND_DOUBT: Final = 1.6448536269514722 / Z95
 
 
 def criterion_of(measured: Sequence[Evaluated], k: int) -> str:
@@ -126,7 +127,7 @@ def leaderboard(measured: Sequence[Evaluated], criterion: str, k: int) -> tuple[
     leader, rows = ranked[0], []
     for one in ranked:
         behind = leader.result.difference(one.result, criterion)
-        lost = one is not leader and behind.mean > 0 and _p_value(behind) <= LEVEL
+        lost = behind.mean > _BEYOND_DOUBT * behind.half_width
         own, apart = values[one.name], (behind.mean, behind.half_width, lost)
         rows.append(Standing(one.name, one.kind == "baseline", own.mean, own.half_width, *apart, *reward_of(one, k)))
     return tuple(rows)
@@ -201,21 +202,8 @@ def reward_of(one: Evaluated, k: int) -> tuple[float, float]:
         one: the contender.
         k: length of the lists.
     """
-    for found in () if one.value is None else one.value.estimates:
-        if (found.target, found.estimator) == (DISCOUNTED.format(k=k), SNIPS.name):
-            low, high = found.intervals["normal"]
-            return found.value, (high - low) / 2
-    return math.nan, math.nan
+    return snips_of(one.value, DISCOUNTED.format(k=k))
 
 
 def _known(value: float) -> float:
     return value if math.isfinite(value) else -math.inf
-
-
-def _p_value(difference: Estimate) -> float:
-    """One-sided, of "the mean difference is at most 0"; 1 if it is unknown."""
-    if not (math.isfinite(difference.mean) and math.isfinite(difference.half_width)):
-        return 1.0
-    if difference.half_width == 0:
-        return 0.0 if difference.mean > 0 else 1.0
-    return 0.5 * math.erfc(difference.mean / difference.half_width * Z95 / math.sqrt(2))

@@ -4,20 +4,20 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import yaml
 from torch import Tensor
 
+from recpo import __version__
 from recpo.evaluation import Z95
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.estimates import LEVEL, Estimate, as_json, estimate, holm, p_value, percentile_interval
-from recpo.evaluation.measures import Direction
+from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass
 from recpo.evaluation.off_policy.results import (
     LOGGING_POLICY,
-    OffPolicyResult,
+    OffPolicyDifference,
     bootstrap_values,
     influence,
     standard_error,
@@ -28,110 +28,73 @@ from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import PERIODS
 from recpo.log.shaping import label_summary
 
-Kind = Literal["run", "bundle", "factors", "lists", "baseline", "oracle", "reranked"]
-
 _OF_A_PERIOD = {"events": "targets", "users": "users"}
 
 
-class Evaluated(NamedTuple):
-    """What one pass found about a contender.
-
-    Attributes:
-        name: unique among the contenders.
-        kind: a trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or
-            one of the first three with re-ranked lists.
-        result: its metrics.
-        value: its off-policy value; None = not estimated.
-        max_history: how much history it reads.
-        further: the metrics of the user's own measures.
-    """
-
-    name: str
-    kind: Kind
-    result: RankingResult
-    value: OffPolicyResult | None = None
-    max_history: int = 1
-    further: Mapping[str, Direction] = MappingProxyType({})
-
-    @property
-    def off_policy(self) -> list[Document]:
-        """Its estimates for the document; what the logging policy earned is an entry of its own."""
-        found = () if self.value is None else self.value.estimates
-        is_logging = self.name == LOGGING_POLICY
-        kept: list[Document] = as_json([one for one in found if (one.target == LOGGING_POLICY) == is_logging])
-        return kept
-
-
 def evaluation_document(
-    contenders: Sequence[Evaluated],
-    *,
-    data: Prepared,
-    runs: Document,
-    setting: Document,
-    parts: Document,
-    warnings: Sequence[str] = (),
-    bootstrap_resamples: int = 0,
+    shared: HeldOutPass, evaluated: Sequence[Evaluated], *, checkpoint: str, warnings: Sequence[str] = ()
 ) -> Document:
     """The content of ``metrics.json``: that of ``metrics_document``, and the following.
 
     ::
 
         warnings        [sentence], what a reader must know before the numbers: those given, after ``cautions``
-        differences     also p_value, p_holm and survives_holm per metric, and off_policy: [{target, estimator, value,
-                        intervals, standard_error, users, p_value, p_holm, survives_holm}]; left out are pairs that have
-                        nothing in common, pairs of the same weights, and those with the oracle
         headroom        shares of the true value between the pre-trained policy and the oracle (``headroom``), null
                         where the truth is not known
         same_weights    [[name, name]]: a run and its bundle, or a copy of it; any difference is rounding
         labels          {threshold, periods: {period: [{name, events, positive, neutral, negative, unlabeled,
                         histogram}]}}: labels by duration of the item
         training        {run: {metric: [[step, value]]}}
-        provenance      {data: {...}, runs: {name: {...}}}
+        provenance      {data: {...}, runs: {name: {...}}}; runs with equal ``weights_sha256`` are the same policy
         candidates      ``Candidates.as_json``; null = every item was a candidate
         new_items       ``NewItems.as_json``: candidates without an event in training; the metrics new_* are of them
 
     Args:
-        contenders: all contenders, including the logging policy if it is known.
-        data: the prepared directory.
-        runs: origin of the runs and bundles; those with equal ``weights_sha256`` are the same policy.
-        setting: the options that every number depends on.
-        parts: ``training``, ``candidates`` and ``new_items``.
+        shared: the data and the options that all numbers depend on.
+        evaluated: all contenders. The logging policy is added if something is known about it.
+        checkpoint: which checkpoint of the runs was evaluated.
         warnings: further warnings to read before the numbers.
-        bootstrap_resamples: see ``metrics_document``.
     """
-    document = metrics_document(contenders, setting=setting, bootstrap_resamples=bootstrap_resamples)
-    same = _same_weights(runs)
-    values = {one.name: one.value for one in contenders if one.value is not None}
-    for difference in document["differences"]:
-        difference["off_policy"] = _off_policy_differences(difference, values)
-    split: Period = setting["split"]
-    periods: tuple[Period, ...] = ("train", split)
-    compared = [
-        pair
-        for pair in document["differences"]
-        if (pair["metrics"] or pair["off_policy"])
-        and {pair["contender"], pair["against"]} not in map(set, same)
-        and ORACLE not in (pair["contender"], pair["against"])
-    ]
-    document |= {
-        "differences": with_holm(compared),
-        "headroom": headroom({one.name: one.result for one in contenders}, runs),
-        "same_weights": same,
-        "labels": {
-            "threshold": data.feedback.rule.positive_threshold,
-            "periods": {period: label_summary(data, period) for period in periods},
-        },
-        "provenance": {"data": _data_facts(data), "runs": runs},
-        **parts,
+    options, data, candidates = shared.options, shared.data, shared.ranking.candidates
+    threshold = data.feedback.rule.positive_threshold
+    setting = {
+        "recpo_version": __version__,
+        "split": options.split,
+        "ks": list(options.ks),
+        "positive_threshold": threshold,
+        "repeats": shared.repeats,
+        "gain": options.gain,
+        "num_items": data.num_items,
+        "catalog_checksum": data.catalog_checksum,
+        "max_context": data.manifest["max_context"],
+        "further_metrics": {name: value for one in evaluated for name, value in one.further.items()},
+        "checkpoint": checkpoint,
     }
-    document["warnings"] = [*cautions(document), *warnings]
+    runs = {one.name: one.facts for one in evaluated if one.facts}
+    every, same = [*evaluated, *logging_policy(evaluated, shared.truth)], _same_weights(runs)
+    periods: tuple[Period, ...] = ("train", options.split)
+    document = metrics_document(every, setting=setting, same=same, bootstrap_resamples=options.bootstrap_resamples)
+    document |= {
+        "headroom": headroom({one.name: one.result for one in every}, runs),
+        "same_weights": same,
+        "labels": {"threshold": threshold, "periods": {period: label_summary(data, period) for period in periods}},
+        "training": {one.name: one.curves for one in evaluated if one.curves},
+        "provenance": {"data": _data_facts(data), "runs": runs},
+        "candidates": None if candidates is None else candidates.as_json(),
+        "new_items": shared.new_items.as_json(),
+    }
+    document["warnings"] = [*cautions(document), *warnings, *shared.warnings]
     return document
 
 
 def metrics_document(
-    contenders: Sequence[Evaluated], *, setting: Mapping[str, Any], bootstrap_resamples: int = 0
+    contenders: Sequence[Evaluated],
+    *,
+    setting: Mapping[str, Any],
+    same: Sequence[Sequence[str]] = (),
+    bootstrap_resamples: int = 0,
 ) -> Document:
-    """The part of the document that comes from the rankings. Undefined numbers (no user, no list) are null.
+    """The part of the document that comes from the pass. Undefined numbers (no user, no list) are null.
 
     ::
 
@@ -145,31 +108,45 @@ def metrics_document(
                           totals: {metric: number},               of all lists together, such as coverage@10, gini@10
                           segments: {segment: {bin: {metric: estimate}}},
                           off_policy: [...]}]
-        differences     [{contender, against, metrics: {metric: estimate and differing}}]   paired, contender - against,
-                        every pair (i, j) with i < j as against = contender i; only metrics that both have; differing
-                        counts the users whose difference is not 0
+        differences     [{contender, against,                       paired, contender - against
+                          metrics: {metric: {mean, half_width, n, differing, p_value, p_holm, survives_holm}},
+                          off_policy: [{target, estimator, value, intervals, standard_error, users, p_value, p_holm,
+                                        survives_holm}]}]
 
-    where ``estimate`` is ``{mean, half_width, n}``: mean over the n users for whom the metric is defined, and half of
+    Differences are of every pair (i, j) with i < j, as against = contender i, and of metrics that both have; differing
+    counts the users whose difference is not 0. Left out are pairs that have nothing in common, pairs of the same
+    weights, and those with the oracle.
+
+    An ``estimate`` is ``{mean, half_width, n}``: mean over the n users for whom the metric is defined, and half of
     its normal 95 % interval. With ``bootstrap_resamples`` the estimates under ``metrics`` of contenders also have
-    ``low`` and ``high``, the ends of the 95 % percentile interval over resampled users. Segments are ``history length``
-    and other divisions of the users, with every metric of the users of a bin, and ``item popularity`` and other
-    divisions of the items, with NDCG, Recall and HitRate of the targets of a bin. JSON keys are sorted; the order of
-    bins is in ``setting["segments"]``: ``{segment: [bin]}``.
+    ``low`` and ``high``, the ends of the 95 % percentile interval over resampled users. Segments are ``history
+    length``, with every metric of the users of a bin, and ``item popularity`` and other divisions of the items, with
+    NDCG, Recall and HitRate of the targets of a bin. JSON keys are sorted; the order of bins is in
+    ``setting["segments"]``: ``{segment: [bin]}``.
 
     Args:
         contenders: contenders that were evaluated on the same users.
         setting: ``repeats``, ``positive_threshold`` and all other options that describe the evaluation.
+        same: pairs of the same weights, which are not compared.
         bootstrap_resamples: number of resamples of users; 0 = no bootstrap intervals.
     """
     first = contenders[0].result
     bins = {name: list(of) for name, of in first.user_segments.items()}
     bins |= {name: list(of) for name, of in first.item_segments.items()}
-    return {
-        "setting": {**setting, "segments": bins},
-        "conventions": conventions(bool(setting["repeats"]), float(setting["positive_threshold"])),
-        "contenders": [_as_entry(contender, bootstrap_resamples) for contender in contenders],
-        "differences": [_paired(later, earlier) for earlier, later in combinations(contenders, 2)],
-    }
+    pairs = [
+        _paired(later, earlier)
+        for earlier, later in combinations(contenders, 2)
+        if ORACLE not in (earlier.name, later.name) and [earlier.name, later.name] not in same
+    ]
+    document: Document = as_json(
+        {
+            "setting": {**setting, "segments": bins},
+            "conventions": conventions(bool(setting["repeats"]), float(setting["positive_threshold"])),
+            "contenders": [_as_entry(contender, bootstrap_resamples) for contender in contenders],
+            "differences": with_holm([pair for pair in pairs if pair["metrics"] or pair["off_policy"]]),
+        }
+    )
+    return document
 
 
 def conventions(repeats: bool, positive_threshold: float) -> dict[str, str]:
@@ -234,11 +211,8 @@ def headroom(results: Mapping[str, RankingResult], runs: Mapping[str, Mapping[st
         1: "the run that is pre-trained, by the likelihood of every exposure",
     }.get(len(trained), f"{len(trained)} runs are pre-trained, by the likelihood of every exposure, not one")
     metrics = [metric for metric in results[ORACLE].per_user if metric.startswith(TRUE_REWARD)]
-    return {
-        "start": start,
-        "start_is": said,
-        "metrics": {metric: _of_metric(results, start, metric) for metric in metrics},
-    }
+    found: dict[str, Any] = {metric: _of_metric(results, start, metric) for metric in metrics}
+    return {"start": start, "start_is": said, "metrics": as_json(found)}
 
 
 def _is_pretrained(facts: Mapping[str, Any]) -> bool:
@@ -258,7 +232,7 @@ def _of_metric(results: Mapping[str, RankingResult], start: str, metric: str) ->
         if name not in (start, ORACLE) and metric in result.per_user
     }
     ends = {"start": results[start].estimate(metric).mean, "oracle": results[ORACLE].estimate(metric).mean}
-    return {**ends, "contenders": as_json(shares)}
+    return {**ends, "contenders": shares}
 
 
 def share(value: np.ndarray, start: np.ndarray, oracle: np.ndarray) -> Estimate:
@@ -282,50 +256,42 @@ def share(value: np.ndarray, start: np.ndarray, oracle: np.ndarray) -> Estimate:
     return Estimate(float(gained / possible), Z95 * standard_error(influence(sums)), len(sums))
 
 
-def with_holm(differences: Sequence[Document]) -> list[Document]:
+def with_holm(differences: Sequence[Document]) -> Sequence[Document]:
     """Adds ``p_value``, ``p_holm`` and ``survives_holm`` to the entries of the document's ``differences``.
 
     The comparisons of one metric between all pairs of contenders form one family; so do the comparisons of one
     off-policy estimator of one target, where all users count as differing.
     """
-    marked = [
-        {
-            **difference,
-            "metrics": {name: dict(value) for name, value in difference["metrics"].items()},
-            "off_policy": [dict(entry) for entry in difference.get("off_policy", [])],
-        }
-        for difference in differences
-    ]
     families: dict[tuple[str, ...], list[tuple[Document, float]]] = defaultdict(list)
-    for difference in marked:
+    for difference in differences:
         for name, entry in difference["metrics"].items():
-            p = p_value(_number(entry["mean"]), _number(entry["half_width"]), entry["differing"])
-            families[name,].append((entry, p))
+            families[name,].append((entry, p_value(entry["mean"], entry["half_width"], entry["differing"])))
         for entry in difference["off_policy"]:
-            p = p_value(_number(entry["value"]), Z95 * _number(entry["standard_error"]), entry["users"])
+            p = p_value(entry["value"], Z95 * entry["standard_error"], entry["users"])
             families[entry["target"], entry["estimator"]].append((entry, p))
     for family in families.values():
         for (entry, p), adjusted in zip(family, holm([p for _, p in family]), strict=True):
-            entry["p_value"], entry["p_holm"] = as_json(p), as_json(adjusted)
-            entry["survives_holm"] = adjusted <= LEVEL
-    return marked
+            entry |= {"p_value": p, "p_holm": adjusted, "survives_holm": adjusted <= LEVEL}
+    return differences
 
 
 def _as_entry(contender: Evaluated, resamples: int) -> Document:
-    result = contender.result
-    metrics = {metric: as_json(result.estimate(metric)) for metric in result.per_user}
+    result, is_logging = contender.result, contender.name == LOGGING_POLICY
+    metrics = {metric: result.estimate(metric)._asdict() for metric in result.per_user}
     if resamples and metrics:  # the logging policy has none
         sums = [np.stack([np.nan_to_num(v), ~np.isnan(v)], 1) for v in map(Tensor.numpy, result.per_user.values())]
         for value, drawn in zip(metrics.values(), bootstrap_values(sums, resamples, seed=0), strict=True):
-            value |= as_json(percentile_interval(drawn))
+            value |= percentile_interval(drawn)._asdict()
+    estimates = () if contender.value is None else contender.value.estimates
     return {
         "name": contender.name,
         "kind": contender.kind,
         "counts": result.counts,
         "metrics": metrics,
-        "totals": as_json(result.totals),
-        "segments": as_json(result.segments()),
-        "off_policy": contender.off_policy,
+        "totals": result.totals,
+        "segments": result.segments(),
+        # what the logging policy earned is an entry of its own
+        "off_policy": [one for one in estimates if (one.target == LOGGING_POLICY) == is_logging],
     }
 
 
@@ -335,27 +301,25 @@ def _paired(later: Evaluated, earlier: Evaluated) -> Document:
         if metric in earlier.result.per_user:
             difference = later.result.differences(earlier.result, metric)
             differing = int(((difference != 0) & ~difference.isnan()).sum())
-            metrics[metric] = as_json(estimate(difference)) | {"differing": differing}
-    return {"contender": later.name, "against": earlier.name, "metrics": metrics}
+            metrics[metric] = {**estimate(difference)._asdict(), "differing": differing}
+    gains = sorted(_gains(later, earlier), key=lambda gain: (gain.target, gain.estimator))
+    off_policy = [gain._asdict() for gain in gains]
+    return {"contender": later.name, "against": earlier.name, "metrics": metrics, "off_policy": off_policy}
 
 
-def _same_weights(runs: Document) -> list[list[str]]:
-    """Pairs of runs and bundles with the same trained weights."""
+def _gains(later: Evaluated, earlier: Evaluated) -> Sequence[OffPolicyDifference]:
+    """In value; the logging policy is the last contender, so it is never what another is against."""
+    if later.value is None or earlier.value is None:
+        return ()
+    if later.name == LOGGING_POLICY:
+        return [-gain for gain in earlier.value.over_logging_policy()]
+    return later.value.differences(earlier.value)
+
+
+def _same_weights(runs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Pairs of runs and bundles with the same trained weights, in the order of the contenders."""
     known = {name: facts["weights_sha256"] for name, facts in runs.items() if facts.get("weights_sha256")}
     return [[one, other] for one, other in combinations(known, 2) if known[one] == known[other]]
-
-
-def _off_policy_differences(difference: Document, values: Mapping[str, OffPolicyResult]) -> list[Document]:
-    """Contender - against; the logging policy is the last contender, so it is never what another is against."""
-    one, other = difference["contender"], difference["against"]
-    if one == LOGGING_POLICY and other in values:
-        found = [-gain for gain in values[other].over_logging_policy()]
-    elif one in values and other in values:
-        found = [*values[one].differences(values[other])]
-    else:
-        found = []
-    entries: list[Document] = as_json(sorted(found, key=lambda gain: (gain.target, gain.estimator)))
-    return entries
 
 
 def _data_facts(data: Prepared) -> Document:
@@ -372,7 +336,3 @@ def _data_facts(data: Prepared) -> Document:
         **{name: value for name, value in manifest["boundaries"].items() if isinstance(value, str)},
         "prepared by recpo": manifest["recpo_version"],
     }
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -1,34 +1,31 @@
 """One pass over the held-out users for every contender, with the same data and options."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import torch
 from tqdm import tqdm
 
-from recpo import __version__
 from recpo.base.errors import NonNegativeInt, PositiveInt, validate_ranges
 from recpo.base.features import Reads
 from recpo.base.frames import Frame
 from recpo.base.types import EvaluationBatch, on_device
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeatures, item_facts
-from recpo.evaluation.candidates import CandidateTable, candidates_of
-from recpo.evaluation.catalog_ranking import Gain, Ranking, evaluate_ranking, validate_ks
-from recpo.evaluation.contenders import Contender
-from recpo.evaluation.document import Evaluated, evaluation_document, logging_policy
-from recpo.evaluation.measures import BehaviorRates, Further, Measure
+from recpo.evaluation.candidates import CandidateTable, HeldOut, candidates_of
+from recpo.evaluation.catalog_ranking import Gain, Ranking, RankingResult, evaluate_ranking, validate_ks
+from recpo.evaluation.contenders import Contender, Kind
+from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure, Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
-from recpo.evaluation.reading import Document
-from recpo.evaluation.segments import NewItems, history_length, item_ages, item_segments, new_items
+from recpo.evaluation.off_policy.results import OffPolicyResult
+from recpo.evaluation.segments import NewItems, item_ages, item_segments, new_items
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
-
-HeldOut = Literal["valid", "test"]
 
 _EXCLUDED_AT_ONCE = 1 << 24  # size of a users x items matrix: 128 MiB
 _NO_PROPENSITIES = (
@@ -129,6 +126,28 @@ def held_out_batches(
             bar.update(len(batch.exclude))
 
 
+class Evaluated(NamedTuple):
+    """What one pass found about a contender.
+
+    Attributes:
+        name: unique among the contenders.
+        kind: the kind of contender.
+        result: its metrics.
+        value: its off-policy value; None = not estimated.
+        further: the metrics of the user's own measures.
+        facts: its origin, and how much history it reads.
+        curves: its training curves.
+    """
+
+    name: str
+    kind: Kind
+    result: RankingResult
+    value: OffPolicyResult | None = None
+    further: Mapping[str, Direction] = MappingProxyType({})
+    facts: Mapping[str, Any] = MappingProxyType({})
+    curves: Mapping[str, Any] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class HeldOutPass:
     """The data and options that all contenders share."""
@@ -162,7 +181,7 @@ class HeldOutPass:
             num_items=data.num_items,
             ks=options.ks,
             gain=options.gain,
-            user_segments=[history_length()] if options.segments else [],
+            by_history=options.segments,
             item_segments=item_segments(facts, item_ages(data, options.split, available)) if options.segments else [],
             candidates=available,
             new_items_among=fresh.others,
@@ -182,9 +201,9 @@ class HeldOutPass:
 
     def evaluate(self, contender: Contender) -> Evaluated:
         """One pass over the held-out users. The contender is loaded for it and released afterwards."""
-        recommender, max_history, policy, counts, reads = contender.load()
+        recommender = contender.load()
         is_estimated = self.off_policy is not None and contender.kind != "oracle"
-        value = self.off_policy.measure(policy) if self.off_policy is not None and is_estimated else None
+        value = self.off_policy.measure(recommender.policy) if self.off_policy is not None and is_estimated else None
         behaviors, further = self.data.behaviors, [Further(measure) for measure in self.options.measures]
         optional: list[Measure | None] = [
             self.truth,
@@ -193,72 +212,32 @@ class HeldOutPass:
             BehaviorRates(behaviors, max(self.options.ks)) if behaviors else None,
         ]
         known = [BeyondAccuracy(self.facts, self.options.ks), *(one for one in optional if one is not None), *further]
-        batches = self._batches(max_history, contender.name, Reads(behaviors=bool(behaviors)) | reads)
+        batches = self._batches(recommender, contender.name)
         result = evaluate_ranking(recommender, batches, self.ranking, known)
-        result = replace(result, counts={**result.counts, **counts()})
+        result = replace(result, counts={**result.counts, **recommender.counts()})
         estimated = None if value is None else value.result()
         own = {name: direction for measure in further for name, direction in measure.names.items()}
-        return Evaluated(contender.name, contender.kind, result, estimated, max_history, own)
+        facts = dict(contender.facts)
+        if facts and contender.kind != "lists":
+            facts["max_history"] = recommender.max_history
+        return Evaluated(contender.name, contender.kind, result, estimated, own, facts, contender.curves)
 
     def one_list(self, contender: Contender, k: int) -> tuple[int, list[int]]:
         """The first held-out user and the items of the user's list; internal ids."""
-        recommender, max_history, _, _, reads = contender.load()
-        batch = next(self._batches(max_history, contender.name, reads, users=1))
+        recommender = contender.load()
+        batch = next(self._batches(recommender, contender.name, users=1))
         candidates = self.ranking.candidates
         absent = None if candidates is None else candidates.unavailable(batch.user_ids)
         with torch.inference_mode():
             items = recommender.lists(batch, k, absent).item_ids[0]
         return int(batch.user_ids[0]), items[items > 0].tolist()
 
-    def _batches(
-        self, max_history: int, name: str, reads: Reads, users: int | None = None
-    ) -> Iterator[EvaluationBatch]:
+    def _batches(self, recommender: Recommender, name: str, users: int | None = None) -> Iterator[EvaluationBatch]:
         """Batches of ``users``; None = of the batch size, reduced if many items are excluded for every user."""
         candidates, others = self.ranking.candidates, self.ranking.new_items_among
         width = (0 if candidates is None else candidates.most_unavailable) + (0 if others is None else len(others))
         users = users or max(1, min(self.options.batch_size, _EXCLUDED_AT_ONCE // max(1, width)))
         options = PassOptions(batch_size=users, progress=self.options.progress)
-        title = f"evaluate {name}"
-        period, repeats = self.options.split, self.repeats
-        return held_out_batches(self.data, period, max_history, reads, options, self.device, title, repeats)
-
-    def document(
-        self,
-        contenders: Sequence[Contender],
-        evaluated: Sequence[Evaluated],
-        setting: dict[str, Any],
-        warnings: Sequence[str],
-    ) -> Document:
-        """The document: all results, and every option and input that they depend on, including ``setting``."""
-        described = {
-            "recpo_version": __version__,
-            "split": self.options.split,
-            "ks": list(self.options.ks),
-            "positive_threshold": self.data.feedback.rule.positive_threshold,
-            "repeats": self.repeats,
-            "gain": self.options.gain,
-            "num_items": self.data.num_items,
-            "catalog_checksum": self.data.catalog_checksum,
-            "max_context": self.data.manifest["max_context"],
-            "further_metrics": {name: value for one in evaluated for name, value in one.further.items()},
-        }
-        return evaluation_document(
-            [*evaluated, *logging_policy(evaluated, self.truth)],
-            data=self.data,
-            runs={
-                contender.name: {
-                    **contender.facts,
-                    **({} if contender.kind == "lists" else {"max_history": one.max_history}),
-                }
-                for contender, one in zip(contenders, evaluated, strict=True)
-                if contender.facts
-            },
-            setting=described | setting,
-            parts={
-                "training": {contender.name: contender.curves for contender in contenders if contender.curves},
-                "candidates": None if self.ranking.candidates is None else self.ranking.candidates.as_json(),
-                "new_items": self.new_items.as_json(),
-            },
-            warnings=warnings,
-            bootstrap_resamples=self.options.bootstrap_resamples,
-        )
+        split, reads = self.options.split, Reads(behaviors=bool(self.data.behaviors)) | recommender.reads
+        length, title = recommender.max_history, f"evaluate {name}"
+        return held_out_batches(self.data, split, length, reads, options, self.device, title, self.repeats)

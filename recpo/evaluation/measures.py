@@ -16,7 +16,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.ops.exposures import Targets
 from recpo.ops.ranking import is_member
@@ -24,7 +26,7 @@ from recpo.ops.ranking import is_member
 
 @dataclass(frozen=True)
 class Recommender:
-    """A recommender to evaluate: the bound methods of a policy or a baseline.
+    """A recommender in memory to evaluate: the bound methods of a policy or a baseline, and what they read.
 
     Attributes:
         recommend: ``(histories, k, exclude) -> Recommendations``, as ``Policy.recommend``.
@@ -37,6 +39,10 @@ class Recommender:
         recommend_to_batch: ``(batch, k, exclude, past [B, M]) -> Recommendations``, instead of ``recommend`` if lists
             depend on more of the batch: on the rest of the user's past, as re-ranked lists do, on a reward, or on who
             the user is, as given lists and those of an oracle do.
+        max_history: number of history events that it reads.
+        reads: what batches must contain for it, besides items, feedback and times.
+        policy: the policy whose items can be drawn; None = there are only lists.
+        counts: after the pass, further counts besides users and events.
     """
 
     recommend: Callable[[Histories, int, Tensor | None], Recommendations] | None = None
@@ -45,6 +51,10 @@ class Recommender:
     scores_are_logp: bool = False
     score: Callable[[FeedbackBatch], Tensor] | None = None
     recommend_to_batch: Callable[[EvaluationBatch, int, Tensor | None, Tensor], Recommendations] | None = None
+    max_history: int = 1
+    reads: Reads = Reads()  # noqa: RUF009  immutable
+    policy: Policy | None = None
+    counts: Callable[[], Mapping[str, int]] = dict
 
     def lists(self, batch: EvaluationBatch, k: int, unavailable: Tensor | None = None) -> Recommendations:
         """The lists of a batch of held-out users.

@@ -1,9 +1,9 @@
-"""Segments divide users by user properties and targets by item properties, such as the items' age and popularity.
+"""Segments divide users by the length of their history, and targets by properties of the items, such as the age.
 
 New items are candidates that no user was shown in the training period (the cold start).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -14,29 +14,15 @@ from torch import Tensor
 
 from recpo.base.types import EvaluationBatch
 from recpo.evaluation.beyond_accuracy import POPULARITY_BINS, ItemFacts, mean_to_k, popularity_bins
-from recpo.evaluation.candidates import NEVER, Candidates, HeldOutPeriod, has_positions
+from recpo.evaluation.candidates import NEVER, Candidates, HeldOut, has_positions
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.true_rewards import TrueRewards
 from recpo.log.prepared import Prepared
 from recpo.log.schema import ALWAYS, MILLISECONDS_PER_DAY
 from recpo.ops.ranking import RankedHits, accuracy_of_bin, named, ranked_hits
 
-#: Label of a user or an item that is in no bin.
+#: Label of an item that is in no bin.
 NO_BIN = -1
-
-
-class UserSegment(NamedTuple):
-    """Divides users into bins. Every per-user metric gets a mean over the users of each bin.
-
-    Attributes:
-        name: name, such as ``history length``.
-        bins: names of the bins.
-        label: ``batch -> [B]`` int64, index of the user's bin, ``NO_BIN`` for none.
-    """
-
-    name: str
-    bins: tuple[str, ...]
-    label: Callable[[EvaluationBatch], Tensor]
 
 
 class ItemSegment(NamedTuple):
@@ -61,14 +47,15 @@ class ItemSegment(NamedTuple):
             yield RankedHits(hits.hit * (shown == index), inside.sum(1), hits.targets * inside)
 
 
-def history_length() -> UserSegment:
-    """Users by the number of distinct items in their past, ``EvaluationBatch.past``. The first bin has new users."""
+#: The segment of the users, by the number of distinct items in their past, and its bins.
+HISTORY_LENGTH: Final = "history length"
+HISTORY_BINS: Final = ("new users", "1-4", "5-19", "20-49", "50 and more")
 
-    def label(batch: EvaluationBatch) -> Tensor:
-        edges = torch.tensor([1, 5, 20, 50], device=batch.past.device)
-        return torch.bucketize((batch.past > 0).sum(1), edges, right=True)
 
-    return UserSegment("history length", ("new users", "1-4", "5-19", "20-49", "50 and more"), label)
+def history_bin(batch: EvaluationBatch) -> Tensor:
+    """``[B]`` int64, the index of every user's bin among ``HISTORY_BINS``, by ``EvaluationBatch.past``."""
+    edges = torch.tensor([1, 5, 20, 50], device=batch.past.device)
+    return torch.bucketize((batch.past > 0).sum(1), edges, right=True)
 
 
 def item_segments(facts: ItemFacts, ages: Tensor | None = None) -> list[ItemSegment]:
@@ -98,7 +85,7 @@ _BOUNDS: Final = (1.0, 3.0, 7.0, 30.0)
 _BINS: Final = ("under 1 day", "1 to 3 days", "3 to 7 days", "7 to 30 days", "30 days and more", "no event in training")
 
 
-def item_ages(data: Prepared, split: HeldOutPeriod, candidates: Candidates | None) -> Tensor | None:
+def item_ages(data: Prepared, split: HeldOut, candidates: Candidates | None) -> Tensor | None:
     """Ages ``[V + 1]`` of the items in days, float64, at the start of the period; nan = unknown; place 0 is unused.
 
     An item's age counts from ``available_from`` if the candidates have it for any item (inf if it was always

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from recpo.base.contracts import MadeFor, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.baselines import by_place, first_allowed
-from recpo.evaluation.candidates import has_positions
+from recpo.evaluation.candidates import HeldOut, has_positions
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.log.prepared import Prepared
 from recpo.worlds.truth import Truth
@@ -89,7 +89,7 @@ class TrueRewards(Measure):
         return metrics
 
 
-def true_rewards(path: Path, data: Prepared, split: Literal["valid", "test"], ks: Sequence[int]) -> TrueRewards:
+def true_rewards(path: Path, data: Prepared, split: HeldOut, ks: Sequence[int]) -> TrueRewards:
     """The truth in ``path`` for the users and items of ``data``.
 
     Tastes drift, so they are evaluated on the day on which the period starts (on the log's last day if every user has a

@@ -162,9 +162,7 @@ def clustered_mean(sums: ArrayLike, counts: ArrayLike) -> ClusteredMean:
     return ClusteredMean(mean, error, int(total), users)
 
 
-def anytime_half_width(
-    error: ArrayLike, count: ArrayLike, *, alpha: float = 0.05, tightest: int = 2000, first: int = FIRST_LOOK
-) -> FloatArray:
+def anytime_half_width(error: ArrayLike, count: ArrayLike, *, alpha: float = 0.05, tightest: int = 2000) -> FloatArray:
     """Half-width of the asymptotic confidence sequence of a mean (Waudby-Smith et al., arXiv 2103.06476, theorem 2.2).
 
         error sqrt((1 + 1 / (t r)) log((t r + 1) / alpha^2)),    r = (-2 log alpha + log(-2 log alpha) + 1) / tightest
@@ -175,18 +173,17 @@ def anytime_half_width(
 
     Args:
         error: standard error of the mean at time t.
-        count: t, the number of clusters.
+        count: t, the number of clusters; the half-width is infinite before ``FIRST_LOOK``.
         alpha: probability of a miss at any time.
         tightest: the t at which the interval is about as short as possible: 1.55 times the ordinary 95 %
             interval there, for alpha = 0.05.
-        first: before this t the half-width is infinite, because the normal approximation is not used there.
     """
     validate_range(0 < alpha < 1, "alpha", "must be between 0 and 1", alpha)
     validate_range(tightest >= 1, "tightest", "must be at least 1", tightest)
     t, twice = np.maximum(np.asarray(count, np.float64), 1.0), -2 * math.log(alpha)
     scaled = t * (twice + math.log(twice) + 1) / tightest
     factor = np.sqrt((1 + 1 / scaled) * (np.log1p(scaled) + twice))
-    known = (t >= first) & ~np.isnan(np.asarray(error, np.float64))
+    known = (t >= FIRST_LOOK) & ~np.isnan(np.asarray(error, np.float64))
     return np.where(known, factor * np.nan_to_num(np.asarray(error, np.float64)), np.inf)
 
 

@@ -23,7 +23,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import held_out_batch
-from recpo.evaluation.held_out_pass import HeldOut
+from recpo.evaluation.candidates import HeldOut
 from recpo.log.prepared import Events, Prepared
 from recpo.log.schema import LogColumns
 
@@ -122,12 +122,9 @@ class Catalog:
 
     def items(self, indices: Iterable[int]) -> dict[int, Item]:
         """The items with the given internal ids; repeated ids and those of no item are ignored."""
-        wanted = sorted({int(index) for index in indices if 1 <= index <= self.data.num_items})
-        ids = self._ids.listed(np.array(wanted, np.int64))
-        rows = self._rows(ids)
-        return {
-            index: self._item(index, item_id, rows.get(item_id, {})) for index, item_id in zip(wanted, ids, strict=True)
-        }
+        shown = self._shown
+        names = [name for name in (shown["title"], shown["picture"], *shown["attributes"]) if name is not None]
+        return {index: self._item(index, item_id, row) for index, item_id, row in self._rows(indices, names)}
 
     def search(self, text: str) -> list[int]:
         """Internal ids of the item with that id, and of items whose title contains the text; at most 50."""
@@ -163,12 +160,9 @@ class Catalog:
 
     def values(self, attribute: str, indices: Sequence[int]) -> dict[int, list[str]]:
         """The values of an attribute of some items; lists have several, missing values none."""
-        wanted = sorted({int(index) for index in indices} - {0})
-        ids = self._ids.listed(np.array(wanted, np.int64))
-        rows = self._rows(ids, [attribute])
         found = {}
-        for index, item_id in zip(wanted, ids, strict=True):
-            value = rows.get(item_id, {}).get(attribute)
+        for index, _, row in self._rows(indices, [attribute]):
+            value = row.get(attribute)
             listed = value if isinstance(value, list) else [] if value is None else [value]
             found[index] = [_text(one) for one in listed if one is not None]
         return found
@@ -244,17 +238,17 @@ class Catalog:
         attributes = plain[:_MOST_ATTRIBUTES] if self.columns.attributes is None else list(self.columns.attributes)
         return {"title": title, "picture": picture, "attributes": attributes}
 
-    def _rows(self, ids: Sequence[Any], columns: Sequence[str] | None = None) -> dict[Any, dict[str, Any]]:
-        if self.columns.file is None or not ids:
-            return {}
-        shown = self._shown
-        roles = [shown["title"], shown["picture"], *shown["attributes"]]
-        names = [name for name in roles if name is not None] if columns is None else list(columns)
-        names = list(dict.fromkeys(names))
-        selected = ", ".join(map(_quoted, [self._item_id, *names]))
-        query = f"SELECT {selected} FROM read_parquet(?) WHERE {_quoted(self._item_id)} IN (SELECT unnest(?))"
-        rows = self._query(query, [str(self.columns.file), list(ids)])
-        return {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows}
+    def _rows(self, indices: Iterable[int], columns: Sequence[str]) -> list[tuple[int, Any, dict[str, Any]]]:
+        """Index, id and columns of items; no columns where the table does not have the item."""
+        wanted = sorted({int(index) for index in indices if 1 <= index <= self.data.num_items})
+        ids, rows = self._ids.listed(np.array(wanted, np.int64)), {}
+        if self.columns.file is not None and ids:
+            names = list(dict.fromkeys(columns))
+            selected = ", ".join(map(_quoted, [self._item_id, *names]))
+            query = f"SELECT {selected} FROM read_parquet(?) WHERE {_quoted(self._item_id)} IN (SELECT unnest(?))"
+            found = self._query(query, [str(self.columns.file), list(ids)])
+            rows = {row[0]: dict(zip(names, row[1:], strict=True)) for row in found}
+        return [(index, item_id, rows.get(item_id, {})) for index, item_id in zip(wanted, ids, strict=True)]
 
     def _query(self, query: str, values: list[Any]) -> list[tuple[Any, ...]]:
         try:

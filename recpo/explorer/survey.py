@@ -27,12 +27,12 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import HeldOutBatches, Rank
-from recpo.evaluation.candidates import Candidates, candidates_of
+from recpo.evaluation.candidates import Candidates, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, RankingResult, evaluate_ranking
-from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.comparison import overlap
+from recpo.evaluation.contenders import Contender
 from recpo.evaluation.estimates import Estimate, estimate
-from recpo.evaluation.held_out_pass import HeldOut
-from recpo.evaluation.measures import Measure, Observed
+from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.variants import clustered_mean
 from recpo.explorer.people_and_items import Catalog, Person, known
 from recpo.log.prepared import Prepared
@@ -99,7 +99,7 @@ class Surveyed:
 
     Attributes:
         name: of the contender.
-        loaded: it.
+        recommender: it, in memory.
         result: metrics of every user of the sample.
         lists: ``[S, k]`` int64, padded with 0.
         curves: training curves.
@@ -107,7 +107,7 @@ class Surveyed:
     """
 
     name: str
-    loaded: Loaded
+    recommender: Recommender
     result: RankingResult
     lists: np.ndarray
     curves: Mapping[str, Sequence[Sequence[float]]]
@@ -177,13 +177,13 @@ class Survey:
             raise RecpoError(message, code="empty", field="split")
         surveyed = []
         for contender in contenders:
-            loaded, kept = contender.load(), _Lists()
-            batches = HeldOutBatches(data, split, loaded.max_history, _BATCH, Rank(), users, loaded.reads)
+            recommender, kept = contender.load(), _Lists()
+            batches = HeldOutBatches(data, split, recommender.max_history, _BATCH, Rank(), users, recommender.reads)
             shown = tqdm(batches, f"explore {contender.name}", unit="batch", leave=False, disable=not progress or None)
-            result = evaluate_ranking(loaded.recommender, shown, ranking, [kept])
+            result = evaluate_ranking(recommender, shown, ranking, [kept])
             items, said = np.concatenate(kept.items), advice.get(contender.name, ())
-            surveyed.append(Surveyed(contender.name, loaded, result, items, contender.curves, said))
-        width = max(one.loaded.max_history for one in surveyed)
+            surveyed.append(Surveyed(contender.name, recommender, result, items, contender.curves, said))
+        width = max(one.recommender.max_history for one in surveyed)
         width = width if grades is None else max(width, grades.max_history)
         reads = Reads() if grades is None else grades.reads
         batches = HeldOutBatches(data, split, width, _BATCH, Rank(), users, reads)
@@ -216,12 +216,9 @@ class Survey:
         return -found if metric.startswith("disliked") else found
 
     def overlap(self, one: int, other: int) -> np.ndarray:
-        """``[S]`` share of places in the lists of two contenders that hold items of both."""
-        mine, theirs = self.contenders[one].lists, self.contenders[other].lists
-        both = ((mine[:, :, None] == theirs[:, None, :]) & (mine > 0)[:, :, None]).any(2).sum(1)
-        longest = np.maximum(np.maximum((mine > 0).sum(1), (theirs > 0).sum(1)), 1)
-        share: np.ndarray = both / longest
-        return share
+        """``[S]`` share of places in the lists of two contenders that hold items of both; 1 of two empty lists."""
+        mine, theirs = (torch.from_numpy(self.contenders[place].lists) for place in (one, other))
+        return overlap(mine, theirs).numpy()
 
     def change(self, other: int) -> np.ndarray:
         """``[S]`` what a user gains if ``other`` replaces the first one: by the first metric defined for the user."""
@@ -265,9 +262,9 @@ class Survey:
             return [self._list(one, person.batch) for one in self.contenders]
 
     def _list(self, one: Surveyed, batch_of: Callable[[int], EvaluationBatch]) -> list[Listed]:
-        batch = batch_of(one.loaded.max_history)
+        batch = batch_of(one.recommender.max_history)
         absent = None if self.candidates is None else self.candidates.unavailable(batch.user_ids)
-        lists = one.loaded.recommender.lists(batch, min(self.k, self.data.num_items), absent)
+        lists = one.recommender.lists(batch, min(self.k, self.data.num_items), absent)
         grades = deviations = torch.full_like(lists.scores, torch.nan)
         if (model := self.grades) is not None:
             users, covariance = model.fold_in_with_covariance(batch_of(model.max_history).feedback.histories)
@@ -275,7 +272,7 @@ class Survey:
             if model.item_covariance is not None:
                 deviations = posterior_variance(model, users, covariance, lists.item_ids).sqrt()
         columns = (part[0].tolist() for part in (lists.item_ids, lists.scores, grades, deviations))
-        is_policy = one.loaded.recommender.scores_are_logp
+        is_policy = one.recommender.scores_are_logp
         return [
             Listed(item, score, float(np.exp(score)) if is_policy else None, known(grade), known(deviation))
             for item, score, grade, deviation in zip(*columns, strict=True)
@@ -305,7 +302,7 @@ class Survey:
     def reads(self) -> Reads:
         """What the contenders and the grades read of a batch."""
         of_grades = Reads() if self.grades is None else self.grades.reads
-        return reduce(or_, (one.loaded.reads for one in self.contenders), of_grades)
+        return reduce(or_, (one.recommender.reads for one in self.contenders), of_grades)
 
 
 _COUNT: Final = 12

@@ -27,7 +27,7 @@ from recpo.evaluation.catalog_ranking import Ranking, RankingPass, RankingResult
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
-from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult
+from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult, snips_of
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import BaselinePolicy
 from recpo.policies.grade_factors import GradeFactors
@@ -382,7 +382,7 @@ class TemperatureTrials:
         if self.criterion in _OF_USERS:
             found = one.ranking.estimate(self._metric)
             return found.mean, found.half_width
-        return _snips(one.off_policy, self._target())
+        return snips_of(one.off_policy, self._target())
 
     def _loss(self, one: _Measured, best: _Measured) -> tuple[float, float]:
         """The difference in value of ``best``, and its standard error."""
@@ -415,7 +415,7 @@ class TemperatureTrials:
             auc_loss,
             auc_loss_error,
             top_k=math.nan if of_list is None else of_list.value,
-            policy=_snips(one.off_policy, POLICY)[0],
+            policy=snips_of(one.off_policy, POLICY)[0],
             grade=means["grade"],
             auc=means["AUC_other"],
             auc_mixed=means["AUC_mixed"],
@@ -439,15 +439,6 @@ def _difference(best: RankingResult, other: RankingResult, metric: str) -> tuple
     """The mean difference of a metric over the users, and its standard error."""
     found = best.difference(other, metric)
     return found.mean, found.half_width / Z95
-
-
-def _snips(result: OffPolicyResult | None, target: str) -> tuple[float, float]:
-    """The estimate and the half-width of its normal interval; nan if the target has no estimate."""
-    for found in [] if result is None else result.estimates:
-        if (found.target, found.estimator) == (target, SNIPS.name):
-            ends = found.intervals["normal"]
-            return found.value, (ends.high - ends.low) / 2
-    return math.nan, math.nan
 
 
 @dataclass(frozen=True)

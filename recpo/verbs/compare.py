@@ -17,10 +17,10 @@ from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import ClosedUnitInterval, NonNegativeFloat, OpenUnitInterval, PositiveInt, RecpoError
 from recpo.base.types import EvaluationBatch, Recommendations
 from recpo.batches.slates import HeldOutHistories
-from recpo.evaluation.candidates import begin_of, has_positions
+from recpo.evaluation.candidates import HeldOut, begin_of, has_positions
 from recpo.evaluation.comparison import NEW, OLD, Comparison, agreement, comparison_document, gate
-from recpo.evaluation.contenders import Contender, Loaded
-from recpo.evaluation.held_out_pass import HeldOut, ValueOptions
+from recpo.evaluation.contenders import Contender
+from recpo.evaluation.held_out_pass import ValueOptions
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import Document
 from recpo.log.id_map import IdMap
@@ -182,10 +182,12 @@ class _ServedBundle:
         """The contender of the evaluation."""
         bundle, name = self._bundle, f"the {self._name} bundle"
         recommender = Recommender(
-            recommend_to_batch=self._recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities
+            recommend_to_batch=self._recommend,
+            name=name,
+            scores_are_logp=bundle.scores_are_log_probabilities,
+            max_history=bundle.manifest.max_history,
         )
-        loaded = partial(Loaded, recommender, bundle.manifest.max_history)
-        return Contender(self._name, "bundle", loaded, {"kind": "bundle", "path": str(bundle.root)})
+        return Contender(self._name, "bundle", lambda: recommender, {"kind": "bundle", "path": str(bundle.root)})
 
     def _recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _past: Tensor) -> Recommendations:
         """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""

@@ -30,7 +30,6 @@ from recpo.evaluation.contenders import (
     BaselineOptions,
     Contender,
     Lists,
-    Loaded,
     baseline,
     lists_contender,
     loaded_model,
@@ -170,11 +169,18 @@ def _run(name: str, run: Run, data: Prepared, options: ModelOptions) -> Contende
     return Contender(name, "run", partial(_load_run, name, run, options), facts, training_curves(run.root))
 
 
-def _load_run(name: str, run: Run, options: ModelOptions) -> Loaded:
+def _load_run(name: str, run: Run, options: ModelOptions) -> Recommender:
     policy = run.policy(options.checkpoint).to(compute_device(options.device))
     log_prob = policy.log_prob if policy.has_exact_log_prob else None
-    recommender = Recommender(policy.recommend, log_prob, name, scores_are_logp=True)
-    return Loaded(recommender, policy.max_history, policy, reads=policy.reads)
+    return Recommender(
+        policy.recommend,
+        log_prob,
+        name,
+        scores_are_logp=True,
+        max_history=policy.max_history,
+        reads=policy.reads,
+        policy=policy,
+    )
 
 
 def _factors(name: str, factors: Factors, where: str, data: Prepared) -> Contender:
@@ -215,7 +221,7 @@ def _bundle(name: str, bundle: Bundle, where: str, data: Prepared, longest: int)
     return Contender(name, "bundle", partial(_load_bundle, name, bundle), facts)
 
 
-def _load_bundle(name: str, bundle: Bundle) -> Loaded:
+def _load_bundle(name: str, bundle: Bundle) -> Recommender:
     length = bundle.manifest.max_history
     reads = bundle.manifest.reads.batches
 
@@ -225,8 +231,8 @@ def _load_bundle(name: str, bundle: Bundle) -> Loaded:
         lists = (torch.from_numpy(one.copy()) for one in bundle.runtime.recommend(inputs, k))
         return Recommendations(*(one.to(histories.item_ids.device) for one in lists))
 
-    recommender = Recommender(recommend, name=name, scores_are_logp=bundle.scores_are_log_probabilities)
-    return Loaded(recommender, length, reads=reads)
+    are_logp = bundle.scores_are_log_probabilities
+    return Recommender(recommend, name=name, scores_are_logp=are_logp, max_history=length, reads=reads)
 
 
 def _validate_features(bundle: Bundle, where: str, data: Prepared) -> None:
@@ -291,8 +297,8 @@ class ContenderRuntime(Runtime):
                 field="prepared",
             )
         loaded = found.load()
-        assert loaded.recommender.recommend is not None
-        self._lists = loaded.recommender.recommend
+        assert loaded.recommend is not None
+        self._lists = loaded.recommend
         self.num_items, self.max_history, self.k = data.num_items, loaded.max_history, data.num_items
         user = data.fitted_features("user") if loaded.reads.user else None
         self.reads = ProgramReads(user=() if user is None else user.features)
@@ -339,7 +345,7 @@ def reranked_contenders(
     for base in bases:
         shortlist = min(options.shortlist, data.num_items, int(base.facts.get("k", data.num_items)))
 
-        def vectors_of(loaded: Loaded, base: Contender = base) -> FloatArray | None:
+        def vectors_of(loaded: Recommender, base: Contender = base) -> FloatArray | None:
             if base.kind == "bundle":
                 return bundle_item_vectors(Path(str(base.facts["path"])))
             return None if loaded.policy is None else policy_item_vectors(loaded.policy)

@@ -21,6 +21,7 @@ from recpo.evaluation.contenders import (
     oracle,
     validate_names,
 )
+from recpo.evaluation.document import evaluation_document
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.evaluation.variants import variants_document
@@ -99,8 +100,7 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
                 contenders.append(oracle(shared.truth))
             validate_names(contenders)
             evaluated = [shared.evaluate(contender) for contender in contenders]
-            setting = {"checkpoint": self.checkpoint}
-            document = shared.document(contenders, evaluated, setting, [*warnings, *shared.warnings])
+            document = evaluation_document(shared, evaluated, checkpoint=self.checkpoint, warnings=warnings)
             evaluation = Evaluation(document, self.recorded())
             if target is not None:
                 evaluation.write_files(target)

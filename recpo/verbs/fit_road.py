@@ -28,8 +28,7 @@ from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache, fitted_model
 from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import CRITERION, criterion_of
-from recpo.evaluation.document import Evaluated
-from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
+from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass, RankingOptions
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions, PropensitySource
 from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.inspection import LogCounts

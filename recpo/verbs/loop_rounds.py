@@ -27,9 +27,9 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.documents import read_yaml
 from recpo.base.errors import PositiveInt, RecpoError
 from recpo.base.types import FeedbackBatch, Histories, Recommendations
-from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.candidates import HeldOut
+from recpo.evaluation.contenders import Contender
 from recpo.evaluation.evaluation import Evaluation
-from recpo.evaluation.held_out_pass import HeldOut
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.measure import rewarded
 from recpo.evaluation.off_policy.results import POLICY
@@ -452,11 +452,10 @@ def as_served(bundle: Bundle, data: Prepared, exploration: Exploration, size: in
     """
     (plain,) = contenders_of([bundle], data, ks)
 
-    def load() -> Loaded:
+    def load() -> Recommender:
         loaded = plain.load()
-        slates = _Slates(loaded.recommender, bundle, exploration, min(size, data.num_items))
-        recommender = Recommender(slates.recommend, slates.log_prob, NEXT, scores_are_logp=True)
-        return loaded._replace(recommender=recommender)
+        slates = _Slates(loaded, bundle, exploration, min(size, data.num_items))
+        return replace(loaded, recommend=slates.recommend, log_prob=slates.log_prob, name=NEXT, scores_are_logp=True)
 
     return replace(plain, name=NEXT, load=load)
 

@@ -14,7 +14,7 @@ from torch.optim import Adam
 
 from recpo.artifacts.semantic_codes import Codes
 from recpo.batches.slates import evaluation_batches
-from recpo.evaluation.contenders import BaselineOptions, Contender, Loaded, baseline
+from recpo.evaluation.contenders import BaselineOptions, Contender, baseline
 from recpo.evaluation.held_out_pass import HeldOutPass, RankingOptions
 from recpo.evaluation.measures import Recommender
 from recpo.log.id_map import IdMap
@@ -62,8 +62,9 @@ def test_evaluation_and_serving_on_a_device_give_the_numbers_of_the_cpu(results)
 def evaluated(data, truth, policy, device):
     """Metrics of every user, counts, totals and off-policy values of one pass."""
     held_out = HeldOutPass.of(data, RankingOptions(truth=truth, ks=[5, 10]), torch.device(device))
-    asked = Recommender(policy.recommend, policy.log_prob, name="policy", scores_are_logp=True)
-    found = held_out.evaluate(Contender("policy", "policy", lambda: Loaded(asked, HISTORY, policy)))
+    how = {"name": "policy", "scores_are_logp": True, "max_history": HISTORY, "policy": policy}
+    asked = Recommender(policy.recommend, policy.log_prob, **how)
+    found = held_out.evaluate(Contender("policy", "policy", lambda: asked))
     result = found.result
     return {
         **result.per_user, **result.totals, **result.counts, "users": result.user_ids,

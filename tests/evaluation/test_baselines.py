@@ -6,15 +6,7 @@ import tracemalloc
 
 import numpy as np
 
-from recpo.evaluation.baselines import decayed_counts, recent_counts
-
-
-def test_a_half_life_halves_the_count_and_chunks_add_up():
-    item, time = np.array([1, 1, 3, 3, 3]), np.array([0, 100, 50, 100, 0])
-    counts = decayed_counts(item, time, num_items=4, end=100, half_life=50)
-    assert counts.tolist() == [1.25, 0, 1.75, 0]
-    parts = [decayed_counts(item[s], time[s], num_items=4, end=100, half_life=50) for s in (slice(2), slice(2, 5))]
-    assert sum(parts).tolist() == counts.tolist()
+from recpo.evaluation.baselines import recent_counts
 
 
 class Shards:
@@ -34,6 +26,21 @@ class Shards:
             yield {name: found[name] for name in names}
 
 
+class Two(Shards):
+    """Two shards with events at the times 0, 50 and 100."""
+
+    num_items = 4
+
+    def train_columns(self, names):
+        for item, time in (([1, 1], [0, 100]), ([3, 3, 3], [50, 100, 0])):
+            found = {"item_index": np.array(item), "timestamp": np.array(time)}
+            yield {name: found[name] for name in names}
+
+
+def test_a_half_life_halves_the_count_and_shards_add_up():
+    assert recent_counts(Two(2, 5), 50 / 86_400_000).tolist() == [1.25, 0, 1.75, 0]
+
+
 def test_recency_counts_are_those_of_all_events_at_once():
     data = Shards(shards=11, events=50)
     item, time = (
@@ -42,7 +49,7 @@ def test_recency_counts_are_those_of_all_events_at_once():
     )
     tenth = (time.max() - time.min()) / 10
     for days, half_life in ((None, tenth), (0.001, 86_400)):
-        expected = decayed_counts(item, time, num_items=5, end=int(time.max()), half_life=half_life)
+        expected = np.bincount(item, 0.5 ** ((time.max() - time) / half_life), minlength=6)[1:]
         np.testing.assert_allclose(recent_counts(data, days), expected)
 
 

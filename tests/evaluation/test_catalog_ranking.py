@@ -14,8 +14,9 @@ from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.baselines import Popularity, UniformlyRandom, first_allowed
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.document import Evaluated, metrics_document
+from recpo.evaluation.document import metrics_document
 from recpo.evaluation.estimates import estimate
+from recpo.evaluation.held_out_pass import Evaluated
 from recpo.evaluation.measures import Recommender
 from recpo.ops.exposures import held_out_targets
 from tests.reference import ranking_loops

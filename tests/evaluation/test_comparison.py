@@ -71,11 +71,10 @@ def test_every_metric_is_a_separate_family():
     def difference(mean):
         return {"mean": mean, "half_width": 0.1, "n": 20, "differing": 20}
 
-    pairs = [{"metrics": {"a": difference(m), "b": difference(1.0)}} for m in (0.11, 0.0, 0.02)]
-    pairs[1]["metrics"]["b"] = {"mean": None, "half_width": None, "n": 0, "differing": 0}
+    pairs = [{"metrics": {"a": difference(m), "b": difference(1.0)}, "off_policy": []} for m in (0.11, 0.0, 0.02)]
+    pairs[1]["metrics"]["b"] = {"mean": math.nan, "half_width": math.nan, "n": 0, "differing": 0}
     marked = with_holm(pairs)
     assert [pair["metrics"]["a"]["survives_holm"] for pair in marked] == [False, False, False]  # 0.03 * 3 > 0.05
     assert marked[0]["metrics"]["a"]["p_value"] < 0.05
     assert [pair["metrics"]["b"]["survives_holm"] for pair in marked] == [True, False, True]
-    assert marked[1]["metrics"]["b"]["p_holm"] is None
-    assert "p_value" not in pairs[0]["metrics"]["a"]
+    assert math.isnan(marked[1]["metrics"]["b"]["p_holm"])

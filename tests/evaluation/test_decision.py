@@ -13,8 +13,8 @@ from scipy.stats import norm
 from recpo.evaluation import decision
 from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.decision import criterion_of, reward_of
-from recpo.evaluation.document import Evaluated
 from recpo.evaluation.estimates import Interval, adjusted_p_values
+from recpo.evaluation.held_out_pass import Evaluated
 from recpo.evaluation.off_policy.results import OffPolicyEstimate, OffPolicyResult
 from tests.refusals import refused
 

@@ -161,6 +161,12 @@ def test_one_contender_without_off_policy_values_leaves_those_sections_out():
     assert "nothing was found that makes these numbers weaker" in page
 
 
+@pytest.mark.parametrize("target", ["policy", "top_5", "discounted_5"])
+def test_the_values_of_every_target_are_explained(target):
+    page = html_report(document_of([contender("one", "run", 0.1, [value(target, "SNIPS", 0.4)])]))
+    assert f"{target}: an item" in Text(page).text
+
+
 def runs_of(*recipes):
     """Runs with these configurations, the first of a contender named by its place."""
     document = document_of([contender(f"run-{i}", "run", 0.2 + i / 100) for i in range(len(recipes))])

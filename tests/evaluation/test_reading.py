@@ -37,6 +37,7 @@ def document_of(means, half_width=0.01, kinds=None):
             "metrics": {
                 m: {**estimate(means[j] - means[i], half_width), "differing": 200} for m in ("NDCG@10", "disliked@10")
             },
+            "off_policy": [],
         }
         for i in range(len(means))
         for j in range(i + 1, len(means))

@@ -8,10 +8,10 @@ import torch
 import yaml
 
 import recpo
-from recpo.base.types import Histories, Recommendations
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.cli.main import main
 from recpo.evaluation.beyond_accuracy import ItemFeatures
-from recpo.evaluation.contenders import Contender, Loaded, reranked_contender
+from recpo.evaluation.contenders import Contender, reranked_contender
 from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import AttributeCap, Calibration, ItemAttributes, MaximalMarginalRelevance, Tags
 from recpo.log.prepared import Prepared
@@ -40,28 +40,33 @@ def counting_down(histories, k, exclude):
     return Recommendations(items.repeat(2, 1), scores.repeat(2, 1))
 
 
+def two_users():
+    """Users without a history."""
+    none = torch.zeros(2, 4, dtype=torch.long)
+    return EvaluationBatch(FeedbackBatch(Histories(none, none[:, 0]), None, torch.arange(2)), none)
+
+
 def test_the_first_k_are_chosen_from_the_shortlist_and_the_rest_follows_by_relevance():
     pairs = np.arange(1, 10), np.array([0, 0, 0, 1, 1, 2, 3, 4, 5])
     known = ItemAttributes({"author": Tags.from_pairs(*pairs, 9)})
-    base = Contender("run", "run", lambda: Loaded(Recommender(counting_down, name="run", scores_are_logp=True), 5))
+    base = Contender("run", "run", lambda: Recommender(counting_down, name="run", scores_are_logp=True))
     contender = reranked_contender(base, AttributeCap("author", 1), known, lambda loaded: None, k=3, shortlist=7)
     assert (contender.name, contender.kind) == ("run + author at most 1", "reranked")
-    recommender = contender.load().recommender
-    histories = Histories(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, dtype=torch.long))
-    lists = recommender.recommend(histories, 9, torch.zeros(2, 1, dtype=torch.long))
+    recommender = contender.load()
+    lists = recommender.lists(two_users(), 9, torch.zeros(2, 1, dtype=torch.long))
     assert lists.item_ids.tolist() == [[1, 4, 6, 2, 3, 5, 7, 8, 9]] * 2
     assert lists.scores.tolist() == [[-float(i) for i in range(9)]] * 2
-    assert recommender.recommend(histories, 2, None).item_ids.tolist() == [[1, 4]] * 2
-    assert recommender.recommend(histories, 11, None).item_ids.tolist() == [[1, 4, 6, 2, 3, 5, 7, 8, 9, 0, 0]] * 2
+    assert recommender.lists(two_users(), 2, None).item_ids.tolist() == [[1, 4]] * 2
+    assert recommender.lists(two_users(), 11, None).item_ids.tolist() == [[1, 4, 6, 2, 3, 5, 7, 8, 9, 0, 0]] * 2
 
 
 def test_calibration_reads_the_whole_past():
     known = ItemAttributes({"topic": Tags.from_pairs(np.arange(1, 10), np.arange(1, 10) % 3, 9)})
-    base = Contender("run", "run", lambda: Loaded(Recommender(counting_down, name="run"), 5))
+    base = Contender("run", "run", lambda: Recommender(counting_down, name="run"))
     reranker = Calibration("topic", 0.01)
     contender = reranked_contender(base, reranker, known, lambda loaded: None, k=3, shortlist=9)
-    past, none = torch.tensor([[2, 5, 0], [3, 6, 9]]), torch.zeros(2, 4, dtype=torch.long)
-    lists = contender.load().recommender.recommend(Histories(none, none[:, 0]), 3, past).item_ids
+    past = torch.tensor([[2, 5, 0], [3, 6, 9]])
+    lists = contender.load().lists(two_users(), 3, past).item_ids
     assert (lists % 3).tolist() == [[2, 2, 2], [0, 0, 0]]
 
 

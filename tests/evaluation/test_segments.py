@@ -12,11 +12,12 @@ from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.evaluation.document import Evaluated, metrics_document
+from recpo.evaluation.document import metrics_document
 from recpo.evaluation.estimates import estimate
+from recpo.evaluation.held_out_pass import Evaluated
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
-from recpo.evaluation.segments import history_length, item_duration, item_segments
+from recpo.evaluation.segments import item_duration, item_segments
 from tests.reference import ranking_loops
 
 ITEMS, USERS, KS = 40, 90, (5, 12)
@@ -84,7 +85,7 @@ def evaluated(order, sizes):
     return evaluate_ranking(
         scored(),
         [rows_of(whole, rows) for rows in order.split(sizes)],
-        Ranking(num_items=ITEMS, ks=KS, user_segments=[history_length()], item_segments=item_segments(facts())),
+        Ranking(num_items=ITEMS, ks=KS, by_history=True, item_segments=item_segments(facts())),
         measures=[BeyondAccuracy(facts(), KS)],
     )
 

@@ -26,8 +26,8 @@ def test_the_lists_of_a_page_are_those_of_the_sample(survey, people, data):
 
     for one in survey.contenders:
         scores = alone[one.name]
-        batches = HeldOutBatches(data, "test", one.loaded.max_history, 7, Rank(), 30, one.loaded.reads)
-        evaluate_ranking(one.loaded.recommender, batches, Ranking(num_items=data.num_items, ks=(5,)), [Scores()])
+        batches = HeldOutBatches(data, "test", one.recommender.max_history, 7, Rank(), 30, one.recommender.reads)
+        evaluate_ranking(one.recommender, batches, Ranking(num_items=data.num_items, ks=(5,)), [Scores()])
         alone[one.name] = np.concatenate(scores)
     for row, user in enumerate(survey.users.tolist()):
         shown = survey.lists_of(people.person(user))

@@ -33,7 +33,7 @@ def held_out(data):
 def test_a_policy_lists_what_the_baseline_lists(name, data, held_out):
     served = served_baseline(name, data)
     histories, past = held_out.feedback.histories, held_out.exclude
-    theirs = baseline(name, data, BaselineOptions()).load().recommender.recommend(histories, 10, past)
+    theirs = baseline(name, data, BaselineOptions()).load().recommend(histories, 10, past)
     ours = served.policy.recommend(histories, 10, past)
     same = (ours.item_ids == theirs.item_ids).float().mean()
     assert same > 0.999, name  # ties aside, which rounding may break

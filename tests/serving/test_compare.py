@@ -15,7 +15,7 @@ from recpo.base.feature_encoding import PolicyFeatures
 from recpo.batches.slates import HeldOutHistories, evaluation_batches
 from recpo.cli.main import main
 from recpo.evaluation.comparison import gate
-from recpo.evaluation.contenders import Contender, Loaded
+from recpo.evaluation.contenders import Contender
 from recpo.evaluation.measures import Recommender
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
@@ -222,7 +222,7 @@ def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(t
         out,
         BundleOptions(k=10),
     )
-    loaded = Loaded(Recommender(policy.recommend), policy.max_history, reads=policy.reads)
+    loaded = Recommender(policy.recommend, max_history=policy.max_history, reads=policy.reads)
     own = Contender("policy", "run", lambda: loaded, {"path": "policy"})
     document = recpo.evaluate(data, [out, own], ks=[5], baselines=False, segments=False, off_policy=None).document
     bundle, eager = (one["metrics"]["NDCG@5"]["mean"] for one in document["contenders"])

@@ -171,6 +171,7 @@ _ESTIMATORS = ("SNIPS", "DR")  # one without and one with a reward model
 _TARGETS = {
     "policy": "an item drawn from the policy's own probabilities",
     "top": "an item of the list, each place equally likely",
+    "discounted": "an item of the deep list, the first places more likely",
 }
 
 

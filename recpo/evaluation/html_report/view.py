@@ -433,8 +433,7 @@ class EvaluationView:
     @property
     def _periods(self) -> list[tuple[str, list[Document]]]:
         """Labels by period, training first."""
-        periods = (self.document["labels"] or {"periods": {}})["periods"]
-        return sorted(periods.items(), key=lambda period: period[0] != "train")
+        return sorted(self.document["labels"]["periods"].items(), key=lambda period: period[0] != "train")
 
     def _tables_per_k(self, names: Iterable[str], about: str, *, is_ranked: bool = True) -> list[parts.Table]:
         return [

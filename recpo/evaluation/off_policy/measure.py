@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from recpo.base.contracts import Policy, RewardFunction
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.evaluation.candidates import HeldOut
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.off_policy import results
 from recpo.evaluation.off_policy.estimators import (
@@ -255,7 +256,7 @@ class OffPolicySetting:
 def off_policy_setting(
     options: OffPolicyOptions,
     data: Prepared,
-    split: Literal["valid", "test"],
+    split: HeldOut,
     reward: RewardFunction,
     ks: Sequence[int],
 ) -> OffPolicySetting:
@@ -274,7 +275,7 @@ def off_policy_setting(
     return OffPolicySetting(options, reward, data.num_items, ks, model, exposures)
 
 
-def propensity_share(data: Prepared, split: Literal["valid", "test"]) -> float:
+def propensity_share(data: Prepared, split: HeldOut) -> float:
     """Share of the held-out events of a period that have a logged propensity; 0 without events."""
     shards = (data.columns(split, shard, ["propensity", "is_target"]) for shard in range(data.num_shards(split)))
     known = [~np.isnan(shard["propensity"][shard["is_target"]]) for shard in shards]

@@ -28,6 +28,7 @@ from recpo.evaluation.off_policy.diagnostics import (
     warnings_of,
 )
 from recpo.evaluation.off_policy.estimators import (
+    SNIPS,
     ClippedIPS,
     Estimator,
     FloatArray,
@@ -421,6 +422,15 @@ class OffPolicyResult:
             error = standard_error(influences)
             found.append(OffPolicyDifference(target, estimator.name, value, intervals, error, len(influences)))
         return found
+
+
+def snips_of(result: OffPolicyResult | None, target: str) -> tuple[float, float]:
+    """The SNIPS estimate of a target, and the half-width of its normal interval; nan if there is none."""
+    for found in () if result is None else result.estimates:
+        if (found.target, found.estimator) == (target, SNIPS.name):
+            low, high = found.intervals["normal"]
+            return found.value, (high - low) / 2
+    return math.nan, math.nan
 
 
 def result_of_rows(rows: Rows, users: IntArray, options: OffPolicyOptions) -> OffPolicyResult:
