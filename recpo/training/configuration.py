@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 import recpo.batches.preference_lists
@@ -153,15 +152,14 @@ def instantiate(configuration: Namespace) -> TrainOptions:
         raise RecpoError(f"an option is refused: {' '.join(str(error).split())}", code="bad_value") from error
 
 
-def resolved(configuration: Namespace) -> str:
-    """YAML of every option, including defaults, except those on an existing run and on whom to trust."""
+def resolved(configuration: Namespace) -> dict[str, Any]:
+    """Every option, including defaults, except those on an existing run and on whom to trust, as YAML has them."""
     kept = configuration.clone()
     for name in _UNRECORDED:
         kept.pop(name, None)
-    text: str = _parser().dump(kept, skip_unset=False, skip_validation=True)
-    recorded = parse_yaml(text)
-    kept_options = {name: value for name, value in recorded.items() if name not in _UNRECORDED}
-    return yaml.safe_dump(without_trust(kept_options), sort_keys=False)
+    options = parse_yaml(_parser().dump(kept, skip_unset=False, skip_validation=True))
+    recorded: dict[str, Any] = without_trust({name: options[name] for name in options if name not in _UNRECORDED})
+    return recorded
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from recpo.artifacts.documents import describe_os_error, parse_yaml
+from recpo.artifacts.documents import describe_os_error
 from recpo.base.contracts import Policy
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.datamodule import Phases
@@ -65,10 +65,10 @@ def run_configuration(
         metrics: also called with the metrics that Lightning logs, and their step.
     """
     options, out = with_monitor(configuration), Path(configuration.out)
-    text = resolved(configuration)
+    recorded = resolved(configuration)
     # training with a class implies trust in it; without its package nobody could open the run
-    packages = sorted({one.name.partition(".")[0] for one in class_names(parse_yaml(text)) if "." in one.name})
-    validate_class_names(parse_yaml(text), packages, out / Run.RESOLVED)
+    packages = sorted({one.name.partition(".")[0] for one in class_names(recorded) if "." in one.name})
+    validate_class_names(recorded, packages, out / Run.RESOLVED)
     if options.allocator:
         tune_allocator()
     base = None if configuration.init_from is None else Path(configuration.init_from)
@@ -89,7 +89,7 @@ def run_configuration(
             code="conflicting_options",
             field="patience",
         )
-    directory, resume = RunDirectory(out, text, options, base, trainer.world_size), bool(configuration.resume)
+    directory, resume = RunDirectory(out, recorded, options, base, trainer.world_size), bool(configuration.resume)
     check = partial(directory.validate, resume=resume, overwrite=bool(configuration.overwrite))
     last = check()
     if last is not None:
@@ -146,7 +146,7 @@ def _warm_start(configuration: Namespace, options: TrainOptions, path: Path) -> 
             code="unsupported",
             field="init_training",
         )
-    same = not options.trainer.shards_tables and same_training(base, growth, parse_yaml(resolved(configuration)))
+    same = not options.trainer.shards_tables and same_training(base, growth, resolved(configuration))
     return WarmStart(base, growth, same if asked is None else asked)
 
 

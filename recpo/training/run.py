@@ -29,14 +29,14 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import pyarrow.parquet as pq
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import MARKER, kind_of, marker, sha256, verify
+from recpo.artifacts.checksums import kind_of, sha256, verify
 from recpo.artifacts.documents import describe_os_error, read_json, read_yaml
 from recpo.artifacts.outputs import output_file, write_json
-from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
@@ -258,29 +258,6 @@ class Run(Artifact):
         return policy.eval()
 
 
-def write_start(
-    root: Path, resolved: str, data: Prepared, policy: Policy, codes: Path | None, origin: dict[str, Any]
-) -> None:
-    """Writes the files that a run has before its first step.
-
-    Args:
-        root: the run directory.
-        resolved: every option, as YAML.
-        data: the training data.
-        policy: the policy.
-        codes: directory of the item codes of its policy.
-        origin: the run's inputs.
-    """
-    write_text(root / MARKER, marker("run"))
-    write_text(root / Run.RESOLVED, resolved)
-    write_items(root, data)
-    write_features(root, policy, data)
-    if codes is not None:
-        ignore = shutil.ignore_patterns(CODEBOOKS)  # only new items would need them
-        shutil.copytree(codes, root / Run.CODES, ignore=ignore, dirs_exist_ok=True)
-    write_json(root / Run.ORIGIN, {"format_version": Run.version, **origin})
-
-
 def write_items(root: Path, data: Prepared) -> None:
     """Writes the external ids of the items, and how feedback levels are computed."""
     data.item_ids().save(root / Run.ITEMS)
@@ -334,10 +311,10 @@ def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
     return Path(run) / Run.CHECKPOINTS / f"{checkpoint}.ckpt"
 
 
-def write_text(file: Path, text: str) -> None:
-    """Writes a file, completely or not at all."""
-    with output_file(file) as partial:
-        partial.write_text(text, encoding="utf-8")
+def write_configuration(root: Path, configuration: Mapping[str, Any]) -> None:
+    """Writes ``resolved.yaml``, completely or not at all."""
+    with output_file(root / Run.RESOLVED) as partial:
+        partial.write_text(yaml.safe_dump(configuration, sort_keys=False), encoding="utf-8")
 
 
 def load_weights(

@@ -1,6 +1,5 @@
 """The directory of a run during training: validated first, and replaced or resumed only after the first step."""
 
-import hashlib
 import json
 import math
 import os
@@ -14,16 +13,25 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.documents import parse_yaml, read_json, read_yaml
-from recpo.artifacts.outputs import PARTIAL, directory_in_place
+from recpo.artifacts.checksums import kind_of, sha256
+from recpo.artifacts.documents import read_json, read_yaml
+from recpo.artifacts.outputs import PARTIAL, directory_in_place, write_json
+from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.checkpoints import RUN
 from recpo.training.class_names import class_names
 from recpo.training.module import PreferenceModule
-from recpo.training.run import Run, checkpoint_path, data_facts, mark_finished, write_start, write_text
+from recpo.training.run import (
+    Run,
+    checkpoint_path,
+    data_facts,
+    mark_finished,
+    write_configuration,
+    write_features,
+    write_items,
+)
 from recpo.training.trainer import TrainOptions
 
 MAY_CHANGE = (
@@ -50,7 +58,7 @@ class RunDirectory:
 
     Args:
         root: the directory.
-        text: every option, as YAML.
+        configuration: every option, as YAML has it.
         options: the same options.
         base: the run of ``init_from``.
         world_size: number of ranks.
@@ -59,11 +67,14 @@ class RunDirectory:
         identity: checksum of what all parts of a resumed run have in common; its checkpoints contain it.
     """
 
-    def __init__(self, root: Path, text: str, options: TrainOptions, base: Path | None, world_size: int) -> None:
-        self._root, self._text, self._configuration = root, text, parse_yaml(text)
+    def __init__(
+        self, root: Path, configuration: dict[str, Any], options: TrainOptions, base: Path | None, world_size: int
+    ) -> None:
+        self._root, self._configuration = root, configuration
         self._data, self._shards_tables = options.data.prepared, options.trainer.shards_tables
-        batch_size = int(self._configuration["data"]["init_args"]["batch_size"])
+        batch_size = int(configuration["data"]["init_args"]["batch_size"])
         self._origin: dict[str, Any] = {
+            "format_version": Run.version,
             "prepared": {
                 "path": str(self._data.root),
                 "catalog_checksum": self._data.catalog_checksum,
@@ -75,12 +86,12 @@ class RunDirectory:
         if base is not None and (base / Run.FINISHED).is_file():
             files = _sha256_of(read_json(base / Run.FINISHED, Run.REMEDY)["files"])
             self._origin["init_from"] = {"path": str(base), "files_sha256": files}
-        if runs := sorted(set(_reward_runs(self._configuration))):
+        if runs := sorted(set(_reward_runs(configuration))):
             checksums = {path: _checksum_of_reward(path) for path in runs}
             known = {path: checksum for path, checksum in checksums.items() if checksum is not None}
             self._origin["reward_runs"] = known
         ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *_OF_THE_SAME_STEP)
-        kept = {key: value for key, value in _leaves(self._configuration) if not _is_part_of(key, ignored)}
+        kept = {key: value for key, value in _leaves(configuration) if not _is_part_of(key, ignored)}
         rewards = sorted(self._origin.get("reward_runs", {}).values())
         self.identity = _sha256_of([kept, self._origin["prepared"]["manifest_sha256"], rewards])
 
@@ -220,7 +231,13 @@ class RunDirectory:
         goes_on = resume and (self._root / Run.RESOLVED).is_file()
 
         def start(directory: Path) -> None:
-            write_start(directory, self._text, self._data, policy, self._codes, self._origin)
+            write_configuration(directory, self._configuration)
+            write_items(directory, self._data)
+            write_features(directory, policy, self._data)
+            if self._codes is not None:
+                ignore = shutil.ignore_patterns(CODEBOOKS)  # only new items would need them
+                shutil.copytree(self._codes, directory / Run.CODES, ignore=ignore, dirs_exist_ok=True)
+            write_json(directory / Run.ORIGIN, self._origin)
 
         with directory_in_place(self._root, kind="run", start=None if goes_on else start, check=check) as keep:
             watch.actions.append(keep)
@@ -230,7 +247,7 @@ class RunDirectory:
 
     def _begin_again(self) -> None:
         (self._root / Run.FINISHED).unlink(missing_ok=True)
-        write_text(self._root / Run.RESOLVED, self._text)
+        write_configuration(self._root, self._configuration)
 
     def finish(self, module: PreferenceModule) -> None:
         """Marks the run as finished, unless it already was and nothing was added."""
@@ -313,4 +330,4 @@ def _is_other_rank() -> bool:
 
 
 def _sha256_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(value, sort_keys=True).encode())

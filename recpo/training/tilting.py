@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 from tqdm import tqdm
 
@@ -41,9 +40,9 @@ from recpo.training.run import (
     copy_features,
     data_facts,
     mark_finished,
+    write_configuration,
     write_features,
     write_items,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -562,8 +561,7 @@ def write_tilted(
     arguments = {"base": dict(base.configuration), **by.arguments(policy), "temperature": policy.temperature}
     arguments |= {"candidates": by.candidates} if isinstance(policy, RerankedPolicy | RerankedProductPolicy) else {}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
-    text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
-    write_text(root / Run.RESOLVED, text)
+    write_configuration(root, {"policy": {"class_path": own, "init_args": arguments}})
     origin = {
         "format_version": Run.version,
         "contexts_per_step": 0,  # because nothing was trained
