@@ -4,11 +4,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
@@ -57,20 +58,18 @@ class RunDirectory:
     """The directory that a training writes, and the inputs of the run.
 
     Args:
-        root: the directory.
-        configuration: every option, as YAML has it.
+        given: every option, with the directory ``out`` and whether the run in it is continued or replaced.
+        configuration: the options that the run records.
         options: the same options.
-        base: the run of ``init_from``.
         world_size: number of ranks.
 
     Attributes:
         identity: checksum of what all parts of a resumed run have in common; its checkpoints contain it.
     """
 
-    def __init__(
-        self, root: Path, configuration: dict[str, Any], options: TrainOptions, base: Path | None, world_size: int
-    ) -> None:
-        self._root, self._configuration = root, configuration
+    def __init__(self, given: Namespace, configuration: dict[str, Any], options: TrainOptions, world_size: int) -> None:
+        self._root, self._resume, self._overwrite = Path(given.out), bool(given.resume), bool(given.overwrite)
+        self._configuration = configuration
         self._data, self._shards_tables = options.data.prepared, options.trainer.shards_tables
         batch_size = int(configuration["data"]["init_args"]["batch_size"])
         self._origin: dict[str, Any] = {
@@ -83,6 +82,7 @@ class RunDirectory:
             "data": data_facts(self._data),
             "contexts_per_step": batch_size * options.trainer.accumulate_grad_batches * world_size,
         }
+        base = given.init_from
         if base is not None and (base / Run.FINISHED).is_file():
             files = _sha256_of(read_json(base / Run.FINISHED, Run.REMEDY)["files"])
             self._origin["init_from"] = {"path": str(base), "files_sha256": files}
@@ -95,12 +95,8 @@ class RunDirectory:
         rewards = sorted(self._origin.get("reward_runs", {}).values())
         self.identity = _sha256_of([kept, self._origin["prepared"]["manifest_sha256"], rewards])
 
-    def validate(self, *, resume: bool, overwrite: bool) -> Path | None:
+    def validate(self) -> Path | None:
         """Validates the target of a run without changing anything.
-
-        Args:
-            resume: resume from the last checkpoint in it.
-            overwrite: replace it.
 
         Returns:
             The checkpoint to resume from; None to start.
@@ -110,7 +106,7 @@ class RunDirectory:
                 checkpoint.
         """
         out, last = self._root, checkpoint_path(self._root, "last")
-        goes_on = last if resume and last.exists() else None
+        goes_on = last if self._resume and last.exists() else None
         if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return goes_on
         if not (out / Run.RESOLVED).is_file():
@@ -119,8 +115,8 @@ class RunDirectory:
                 code="wrong_file",
                 field="out",
             )
-        if not resume:
-            if not overwrite:
+        if not self._resume:
+            if not self._overwrite:
                 raise RecpoError(
                     f"{out} exists already: pass --resume true to continue, --overwrite true to start again",
                     code="exists",
@@ -207,28 +203,27 @@ class RunDirectory:
         return None if codes is None else Path(codes)
 
     @contextmanager
-    def opened(self, policy: Policy, *, resume: bool, check: Callable[[], object]) -> Iterator[Callback]:
+    def opened(self, policy: Policy) -> Iterator[Callback]:
         """Creates or reopens the directory. A failure before the first step leaves the previous content in place.
 
         Other processes that ask for the lock cannot write to it meanwhile. A run that is replaced is kept aside until
-        the first step of the new one is done. If this process is killed before that, the next one restores it.
+        the first step of the new one is done. If this process is killed before that, the next one restores it. It is
+        validated again, because another process may have created a run here meanwhile.
 
         Args:
             policy: the policy.
-            resume: continue in it, if it exists.
-            check: calls ``validate`` again, because another process may have created a run here meanwhile.
 
         Yields:
             A callback that must be added to the training.
 
         Raises:
-            RecpoError: another process trains here, or an error of ``check``.
+            RecpoError: another process trains here, or an error of ``validate``.
         """
         watch = _FirstStep(self.identity)
         if _is_other_rank():
             yield watch
             return
-        goes_on = resume and (self._root / Run.RESOLVED).is_file()
+        goes_on = self._resume and (self._root / Run.RESOLVED).is_file()
 
         def start(directory: Path) -> None:
             write_configuration(directory, self._configuration)
@@ -239,7 +234,8 @@ class RunDirectory:
                 shutil.copytree(self._codes, directory / Run.CODES, ignore=ignore, dirs_exist_ok=True)
             write_json(directory / Run.ORIGIN, self._origin)
 
-        with directory_in_place(self._root, kind="run", start=None if goes_on else start, check=check) as keep:
+        first = None if goes_on else start
+        with directory_in_place(self._root, kind="run", start=first, check=self.validate) as keep:
             watch.actions.append(keep)
             if goes_on:
                 watch.actions.append(self._begin_again)

@@ -280,7 +280,7 @@ def same_training(base: Run, growth: Growth, configuration: Mapping[str, Any]) -
     """
     parts = ("objective", "optimizer", "sparse_optimizer")
     same = all(_class_of(base.configuration.get(part)) == _class_of(configuration.get(part)) for part in parts)
-    return growth.grows and same and base.checkpoint().is_file()
+    return growth.grows and same
 
 
 def _class_of(part: Any) -> str:
