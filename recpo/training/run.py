@@ -19,7 +19,6 @@
 
 import csv
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -432,15 +431,6 @@ def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str
     if policy.reads_behaviors and kept.behaviors != data.behaviors:
         found.append("behaviors")
     return found
-
-
-def copy_features(base: Path, root: Path) -> None:
-    """Copies the features of the run ``base`` into the run directory ``root``."""
-    if (base / VOCABULARIES).is_dir():
-        shutil.copytree(base / VOCABULARIES, root / VOCABULARIES, dirs_exist_ok=True)
-    for name in FEATURE_FILES:
-        if (base / name).is_file():
-            shutil.copy2(base / name, root / name)
 
 
 def hand_over_kept(policy: Policy, root: Path) -> None:

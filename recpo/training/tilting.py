@@ -37,7 +37,6 @@ from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import (
     Run,
     checkpoint_path,
-    copy_features,
     data_facts,
     mark_finished,
     write_configuration,
@@ -499,11 +498,10 @@ class TiltBase:
         if isinstance(self.source, Prepared):
             write_items(root, self.source)
             return
-        for name in (Run.ITEMS, Run.FEEDBACK):
-            shutil.copy2(self.source.root / name, root / name)
-        if (self.source.root / Run.CODES).is_dir():
-            shutil.copytree(self.source.root / Run.CODES, root / Run.CODES)
-        copy_features(self.source.root, root)
+        for name in self.source.files:
+            if name not in (Run.RESOLVED, Run.ORIGIN) and not name.startswith(Run.CHECKPOINTS):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(self.source.root / name, root / name)
 
     @property
     def origin(self) -> dict[str, Any]:
