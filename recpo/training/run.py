@@ -222,10 +222,8 @@ class Run(Artifact):
 
     def option(self, name: str, kind: Any) -> Any:
         """The option ``name`` of the run, rebuilt from its configuration."""
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_argument(f"--{name}", type=kind)
         try:
-            return parser.instantiate(parser.parse_object({name: self.configuration[name]}))[name]
+            return built(name, kind, self.configuration[name])
         except (ArgumentError, KeyError, ImportError) as error:
             raise RecpoError(
                 f"{self.root / Run.RESOLVED}: {name} cannot be built ({' '.join(str(error).split())}); "
@@ -255,6 +253,13 @@ class Run(Artifact):
         hand_over_kept(policy, self.root)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
+
+
+def built(name: str, kind: Any, value: Any) -> Any:
+    """The option ``name``, of the type ``kind``, from its value in a configuration."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{name}", type=kind)
+    return parser.instantiate(parser.parse_object({name: value}))[name]
 
 
 def write_items(root: Path, data: Prepared) -> None:
