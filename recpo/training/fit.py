@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning import Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -48,7 +48,7 @@ from recpo.training.run import Run, checkpoint_path, hand_over
 from recpo.training.run_directory import RunDirectory
 from recpo.training.trainer import SentMetrics, Throughput, TrainOptions, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
-from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
+from recpo.training.warm_start import WarmStart, growth_of, same_training
 
 
 def run_configuration(
@@ -74,7 +74,7 @@ def run_configuration(
     module = _module(options, start)
     if start is not None and start.with_training:
         start.load_critic(module)
-        callbacks = [*callbacks, StartingState(start)]
+        callbacks = [*callbacks, LambdaCallback(on_train_start=start.load_optimizer)]
     if options.rollout is not None:
         options.data.phases = Phases(options.rollout.batches, options.rollout.epochs)
     callbacks = [*callbacks, *_callbacks(options, module, out)]

@@ -4,14 +4,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 
 from recpo.artifacts.checksums import kind_of, sha256
@@ -94,6 +94,7 @@ class RunDirectory:
         kept = {key: value for key, value in _leaves(configuration) if not _is_part_of(key, ignored)}
         rewards = sorted(self._origin.get("reward_runs", {}).values())
         self.identity = _sha256_of([kept, self._origin["prepared"]["manifest_sha256"], rewards])
+        self._after_first_step: list[Callable[[], None]] = []
 
     def validate(self) -> Path | None:
         """Validates the target of a run without changing anything.
@@ -219,7 +220,7 @@ class RunDirectory:
         Raises:
             RecpoError: another process trains here, or an error of ``validate``.
         """
-        watch = _FirstStep(self.identity)
+        watch = LambdaCallback(on_train_batch_end=self._end_step, on_save_checkpoint=self._add_identity)
         if _is_other_rank():
             yield watch
             return
@@ -236,14 +237,20 @@ class RunDirectory:
 
         first = None if goes_on else start
         with directory_in_place(self._root, kind="run", start=first, check=self.validate) as keep:
-            watch.actions.append(keep)
-            if goes_on:
-                watch.actions.append(self._begin_again)
+            self._after_first_step = [keep, self._begin_again] if goes_on else [keep]
             yield watch
 
     def _begin_again(self) -> None:
         (self._root / Run.FINISHED).unlink(missing_ok=True)
         write_configuration(self._root, self._configuration)
+
+    def _end_step(self, *_: Any) -> None:
+        """Before any checkpoint is written: those are the last callbacks."""
+        while self._after_first_step:
+            self._after_first_step.pop(0)()
+
+    def _add_identity(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[RUN] = self.identity
 
     def finish(self, module: PreferenceModule) -> None:
         """Marks the run as finished, unless it already was and nothing was added."""
@@ -290,28 +297,6 @@ def _reward_runs(configuration: Any) -> Iterator[str]:
         option = options.get(given.name.rpartition(".")[2], "")
         if option in given.arguments:
             yield str(given.arguments[option])
-
-
-class _FirstStep(Callback):
-    """Runs actions once, after the first batch of this process, and names the run in its checkpoints."""
-
-    def __init__(self, run: str) -> None:
-        self.actions: list[Any] = []
-        self.taken = False
-        self._run = run
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Before any checkpoint is written: those are the last callbacks."""
-        if not self.taken:
-            self.taken = True
-            for action in self.actions:
-                action()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the ``identity`` of the run."""
-        checkpoint[RUN] = self._run
 
 
 def _checksum_of_reward(path: str) -> str | None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -204,6 +203,12 @@ class WarmStart:
         if module.critic is not None:
             load_weights(module.critic, self._checkpoint, "critic.", self._adapted)
 
+    def load_optimizer(self, trainer: Trainer, module: LightningModule) -> None:
+        """Gives the optimizer its state before the first step; of a run that is resumed, nothing."""
+        if trainer.global_step == 0:
+            (optimizer,) = trainer.optimizers
+            optimizer.load_state_dict(self.optimizer_state(optimizer))
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The saved state for ``optimizer``: that of new rows is zero, learning rates are the optimizer's own.
 
@@ -286,20 +291,3 @@ def same_training(base: Run, growth: Growth, configuration: Mapping[str, Any]) -
 def _class_of(part: Any) -> str:
     name = part.get("class_path") if isinstance(part, Mapping) else part
     return str(name).rpartition(".")[2]
-
-
-class StartingState(Callback):
-    """Gives the optimizer its state before the first step; of a run that is resumed, nothing.
-
-    Args:
-        start: what it is taken from.
-    """
-
-    def __init__(self, start: WarmStart) -> None:
-        self._start = start
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Loads the state."""
-        if trainer.global_step == 0:
-            (optimizer,) = trainer.optimizers
-            optimizer.load_state_dict(self._start.optimizer_state(optimizer))
