@@ -152,10 +152,7 @@ def instantiate(configuration: Namespace) -> TrainOptions:
 
 def resolved(configuration: Namespace) -> dict[str, Any]:
     """Every option, including defaults, except those on an existing run and on whom to trust, as YAML has them."""
-    kept = configuration.clone()
-    for name in _UNRECORDED:
-        kept.pop(name, None)
-    options = parse_yaml(_parser().dump(kept, skip_unset=False, skip_validation=True))
+    options = parse_yaml(_parser().dump(configuration, skip_unset=False, skip_validation=True))
     recorded: dict[str, Any] = without_trust({name: options[name] for name in options if name not in _UNRECORDED})
     return recorded
 
