@@ -349,11 +349,11 @@ class TemperatureTrials:
             found = self._measured(base, [math.inf], bar)
             found += self._measured(tilts(base, temperatures[0]), temperatures, bar)
         metric = _METRICS.get(self.criterion, self.criterion).format(k=self.k)
-        values = [one.value(metric)[0] for one in found]
+        values = [one.value(metric) for one in found]
         auc_losses = self._auc_losses(found)
         keeping = [place for place, (loss, error) in enumerate(auc_losses) if place and not loss > error]
-        best = max(keeping or [0], key=lambda place: _or_least(values[place]))
-        if not math.isfinite(values[best]):
+        best = max(keeping or [0], key=lambda place: _or_least(values[place][0]))
+        if not math.isfinite(values[best][0]):
             raise RecpoError(
                 f"the validation period of {self.data.root} gives no value to a temperature by the criterion "
                 f"{self.criterion}: it is undefined for every user; name another criterion, or a temperature",
@@ -361,8 +361,7 @@ class TemperatureTrials:
                 field="criterion",
             )
         losses = [(0.0, 0.0) if one is found[best] else found[best].above(one, metric) for one in found]
-        measured = zip(found, losses, auc_losses, strict=True)
-        return tuple(self._trial(one, (*one.value(metric), *loss, *of_auc)) for one, loss, of_auc in measured)
+        return tuple(map(self._trial, found, values, losses, auc_losses))
 
     def _measured(self, policy: Policy, temperatures: Sequence[float], bar: Any) -> list[_Measured]:
         """One pass over the validation period, in which the temperatures of a policy share what they read."""
@@ -404,12 +403,15 @@ class TemperatureTrials:
         best = max(found, key=lambda one: _or_least(one.value("AUC_other")[0]))
         return [best.above(one, "AUC_other") for one in found]
 
-    def _trial(self, one: _Measured, chosen_by: tuple[float, ...]) -> TiltTrial:
-        """The values of a temperature, after the six ``chosen_by`` which it may be chosen."""
+    def _trial(
+        self, one: _Measured, value: tuple[float, float], loss: tuple[float, float], auc_loss: tuple[float, float]
+    ) -> TiltTrial:
         of_list = one.snips(f"top_{self.k}")
         return TiltTrial(
             one.temperature,
-            *chosen_by,
+            *value,
+            *loss,
+            *auc_loss,
             top_k=one.value(f"top_{self.k}")[0],
             policy=one.value(POLICY)[0],
             grade=one.value("grade")[0],
