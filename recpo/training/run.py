@@ -41,6 +41,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
+from recpo.base.types import Features
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.training.checkpoints import saved_tensors
@@ -180,6 +181,55 @@ class Run(Artifact):
             read_json(self.root / Run.FEEDBACK, Run.REMEDY), str(self.root / Run.FEEDBACK)
         )
 
+    @cached_property
+    def _features(self) -> dict[str, Any]:
+        return read_json(self.root / FEATURE_SCHEMA, Run.REMEDY) if FEATURE_SCHEMA in self.files else {}
+
+    @property
+    def feature_schema(self) -> FeatureSchema:
+        """The features of the data that it was trained on; empty if its policy reads none."""
+        return FeatureSchema.from_json(self._features.get("features"), str(self.root / FEATURE_SCHEMA))
+
+    @property
+    def behaviors(self) -> tuple[str, ...]:
+        """The behaviors of these data, in the order of their bits; empty if its policy reads no features."""
+        return tuple(self._features.get("behaviors", ()))
+
+    def item_features(self) -> Features:
+        """The features of the items that its policy reads, as those of ``Prepared``."""
+        try:
+            table = pq.read_table(self.root / ITEM_FEATURES)
+        except OSError as error:
+            raise RecpoError(
+                f"{describe_os_error(error, str(self.root / ITEM_FEATURES))}; {Run.REMEDY}",
+                code="missing_file",
+                field=ITEM_FEATURES,
+            ) from error
+        return read_features(self.feature_schema.item, table, first_missing=True).tensors()
+
+    def kept_features(self, policy: Policy) -> PolicyFeatures:
+        """The fitted features that its policy reads, and the behaviors.
+
+        Raises:
+            RecpoError: a file is missing or damaged.
+        """
+        read = FeatureSchema(**{side: self.feature_schema.of(side) for side in _sides(policy)})
+        behaviors = self.behaviors if policy.reads_behaviors else ()
+        return PolicyFeatures.load(self.root, read, behaviors, remedy=Run.REMEDY)
+
+    def features_that_differ(self, policy: Policy, data: Prepared) -> list[str]:
+        """The fitted features of ``data`` that differ from those that it keeps for a policy; empty if it keeps none."""
+        if FEATURE_SCHEMA not in self.files:
+            return []
+        kept, found = self.kept_features(policy), []
+        for side in _sides(policy):
+            before, now = kept.of(side) or FittedFeatures((), {}), data.fitted_features(side)
+            if not (before.agrees(now) and now.agrees(before)):
+                found.append(f"features of {'requests' if side == 'context' else side + 's'}")
+        if policy.reads_behaviors and kept.behaviors != data.behaviors:
+            found.append("behaviors")
+        return found
+
     def validate_items(self, data: Prepared) -> None:
         """Raises ``RecpoError`` if prepared data has other items than the run was trained on."""
         if self.catalog_checksum == data.catalog_checksum:
@@ -250,7 +300,7 @@ class Run(Artifact):
                 code="damaged",
                 field="policy",
             ) from error
-        hand_over_kept(policy, self.root)
+        hand_over(policy, self)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
 
@@ -369,8 +419,8 @@ def load_weights(
     module.load_state_dict(whole)
 
 
-def hand_over(policy: Policy, data: Prepared) -> None:
-    """Gives a new policy the schema, behaviors and item features of prepared data, before its weights are loaded.
+def hand_over(policy: Policy, data: Prepared | Run) -> None:
+    """Gives a new policy the schema, behaviors and item features of its data, before its weights are loaded.
 
     Raises:
         RecpoError: the policy reads something that the data does not have.
@@ -381,8 +431,8 @@ def hand_over(policy: Policy, data: Prepared) -> None:
 
 
 def write_features(root: Path, policy: Policy, data: Prepared) -> None:
-    """Stores in the run directory ``root`` what ``hand_over_kept`` needs; nothing if the policy reads no features."""
-    if not _reads(policy):
+    """Stores in the run directory ``root`` what ``hand_over`` needs; nothing if the policy reads no features."""
+    if not (_sides(policy) or policy.reads_behaviors):
         return
     write_json(root / FEATURE_SCHEMA, {"features": data.feature_schema.to_json(), "behaviors": list(data.behaviors)})
     if policy.reads_item_features:
@@ -390,26 +440,6 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
         pq.write_table(data.table(ITEM_FEATURES, names), root / ITEM_FEATURES)
     fitted: dict[str, Any] = {side: data.fitted_features(side) for side in _sides(policy)}
     PolicyFeatures(**fitted).save(root)
-
-
-def kept_features(policy: Policy, root: Path) -> PolicyFeatures:
-    """The fitted features that a policy reads, and its behaviors, from its run ``root``.
-
-    Raises:
-        RecpoError: a file is missing or damaged.
-    """
-    if not _reads(policy):
-        return PolicyFeatures()
-    schema, behaviors = _kept_schema(root)
-    read = FeatureSchema(**{side: schema.of(side) for side in _sides(policy)})
-    return PolicyFeatures.load(root, read, behaviors if policy.reads_behaviors else (), remedy=Run.REMEDY)
-
-
-def _kept_schema(root: Path) -> tuple[FeatureSchema, tuple[str, ...]]:
-    """Features and behaviors of the data that the run ``root`` was trained on."""
-    content = read_json(root / FEATURE_SCHEMA, Run.REMEDY)
-    schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
-    return schema, tuple(content.get("behaviors", ()))
 
 
 def _sides(policy: Policy) -> list[Side]:
@@ -420,48 +450,6 @@ def _sides(policy: Policy) -> list[Side]:
         "context": policy.reads_context,
     }
     return [side for side, read in reads.items() if read]
-
-
-def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str]:
-    """The fitted features of ``data`` that differ from those of the run ``root``; empty if the run keeps none."""
-    if not (_reads(policy) and (root / FEATURE_SCHEMA).is_file()):
-        return []
-    kept, found = kept_features(policy, root), []
-    for side in _sides(policy):
-        before, now = kept.of(side) or FittedFeatures((), {}), data.fitted_features(side)
-        same = before.features == now.features and all(
-            vocabulary.values.equals(now.vocabularies[name].values) for name, vocabulary in before.vocabularies.items()
-        )
-        found += [] if same else [f"features of {'requests' if side == 'context' else side + 's'}"]
-    if policy.reads_behaviors and kept.behaviors != data.behaviors:
-        found.append("behaviors")
-    return found
-
-
-def hand_over_kept(policy: Policy, root: Path) -> None:
-    """``hand_over`` with the features of the run ``root``.
-
-    Raises:
-        RecpoError: a file is missing or damaged.
-    """
-    if not _reads(policy):
-        return
-    schema, behaviors = _kept_schema(root)
-    policy.set_schema(schema, behaviors)
-    if policy.reads_item_features:
-        try:
-            table = pq.read_table(root / ITEM_FEATURES)
-        except OSError as error:
-            raise RecpoError(
-                f"{describe_os_error(error, str(root / ITEM_FEATURES))}; {Run.REMEDY}",
-                code="missing_file",
-                field=ITEM_FEATURES,
-            ) from error
-        policy.set_item_features(read_features(schema.item, table, first_missing=True).tensors())
-
-
-def _reads(policy: Policy) -> bool:
-    return policy.reads_item_features or policy.reads_user or policy.reads_context or policy.reads_behaviors
 
 
 def training_curves(run: Path) -> Curves:

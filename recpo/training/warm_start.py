@@ -22,7 +22,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.training.checkpoints import SavedTensor, load_plain
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer
-from recpo.training.run import Run, features_that_differ, load_weights
+from recpo.training.run import Run, load_weights
 
 _BLOCK_ROWS = 1 << 16
 _CHECKSUM, _TRAINED = "codes_checksum", "features.trained"
@@ -184,7 +184,7 @@ class WarmStart:
 
     def validate_features(self, policy: Policy, data: Prepared) -> None:
         """Raises ``RecpoError`` where a feature that the policy reads is encoded otherwise than in the earlier run."""
-        others = features_that_differ(policy, self._base.root, data)
+        others = self._base.features_that_differ(policy, data)
         if others:
             raise RecpoError(
                 f"{data.root}: {', '.join(others)} were fitted otherwise than those that {self._base.root} was trained "
