@@ -70,7 +70,8 @@ def run_configuration(
     validate_class_names(recorded, packages, out / Run.RESOLVED)
     if options.allocator:
         tune_allocator()
-    start = None if configuration.init_from is None or configuration.resume else _warm_start(configuration, options)
+    starts = configuration.init_from is not None and not configuration.resume
+    start = _warm_start(configuration, recorded, options) if starts else None
     module = _module(options, start)
     if start is not None and start.with_training:
         start.load_critic(module)
@@ -133,7 +134,7 @@ def _for_behaviors(options: TrainOptions) -> TrainOptions:
     return replace(options, objective=objective, rollout=rollout, **known)  # type: ignore[arg-type]
 
 
-def _warm_start(configuration: Namespace, options: TrainOptions) -> WarmStart:
+def _warm_start(configuration: Namespace, recorded: Mapping[str, Any], options: TrainOptions) -> WarmStart:
     base = Run.open(configuration.init_from, trust=configuration.trust)
     growth, asked = growth_of(base, options.data.prepared), configuration.init_training
     has_state = not (options.trainer.shards_tables or checkpoint_path(base.root).is_dir())
@@ -144,7 +145,7 @@ def _warm_start(configuration: Namespace, options: TrainOptions) -> WarmStart:
             code="unsupported",
             field="init_training",
         )
-    same = has_state and same_training(base, growth, resolved(configuration))
+    same = has_state and same_training(base, growth, recorded)
     return WarmStart(base, growth, same if asked is None else asked)
 
 

@@ -49,7 +49,6 @@ from recpo.training.class_names import validate_class_names
 from recpo.training.options import PolicyFactory
 
 FEATURE_SCHEMA, VOCABULARIES = "features.json", "vocabularies"
-FEATURE_FILES: Final = (FEATURE_SCHEMA, ITEM_FEATURES)
 _LEAVINGS = (".partial", ".recpo-")  # parts of names of what a killed process has begun to write
 
 #: Metric to its points ``[step, value]``.
@@ -342,17 +341,15 @@ def mark_finished(
         results: metrics of the last step and the last validation.
         monitor: the metric that selected the best checkpoint.
     """
-    kept = [
-        file for file in (Run.RESOLVED, Run.ITEMS, Run.FEEDBACK, Run.ORIGIN, *FEATURE_FILES) if (root / file).is_file()
-    ]
+    files = (Run.RESOLVED, Run.ITEMS, Run.FEEDBACK, Run.ORIGIN, FEATURE_SCHEMA, ITEM_FEATURES)
+    kept = [file for file in files if (root / file).is_file()]
     kept += [
         str(file.relative_to(root))
         for part in (Run.CODES, Run.CHECKPOINTS, VOCABULARIES)
         for file in _files_in(root / part)
     ]
-    files = {name: sha256(root / name) for name in kept}
     facts = {"num_items": policy.num_items, "catalog_checksum": data.catalog_checksum, "results": results}
-    Run.write_facts(root, {**facts, "monitor": monitor, "files": files})
+    Run.write_facts(root, {**facts, "monitor": monitor, "files": {name: sha256(root / name) for name in kept}})
 
 
 def _files_in(directory: Path) -> list[Path]:
