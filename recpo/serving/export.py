@@ -346,8 +346,6 @@ def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, A
         checkpoint: which of its checkpoints.
         measured: what ``evaluation_facts`` found, for the model card; None = nothing.
     """
-    from recpo.training.run import kept_features  # a refreshed bundle takes no training code
-
     data = run.origin.get("data", {})
     origin = {
         "run": run.root.resolve().name,
@@ -359,7 +357,7 @@ def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, A
     }
     return PolicyFacts(
         run.feedback,
-        kept_features(policy, run.root),
+        run.kept_features(policy),
         run.configuration["policy"].get("init_args", {}),
         origin,
         card_facts(run.configuration, run.origin, run.results, run.monitor, measured),

@@ -296,10 +296,9 @@ def score_candidates(
 def runtime_of(run: Run) -> tuple[Runtime, HistoryReader]:
     """What ranks and scores with the best checkpoint of a run, and reads the histories for it."""
     from recpo.serving.saved_policy import PolicyRuntime  # a bundle is served without torch and training
-    from recpo.training.run import kept_features
 
     policy = run.policy()
-    features = kept_features(policy, run.root)
+    features = run.kept_features(policy)
     reader = HistoryReader(run.items, run.feedback, policy.max_history, policy.reads_timestamps, features)
     return PolicyRuntime(policy), reader
 

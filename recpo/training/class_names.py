@@ -92,15 +92,23 @@ def class_names(configuration: Any, keys: tuple[str, ...] = ()) -> Iterator[Clas
     """Every ``class_path``, and everything else that looks like a dotted name, except in options that hold paths.
 
     Raises:
-        RecpoError: an option is a text that is too long to be one.
+        RecpoError: an option says whom to trust, or is a text that is too long to be one.
     """
     if isinstance(configuration, Mapping):
         for name, value in configuration.items():
+            own = keys if name == "init_args" else (*keys, str(name))
             if name == "class_path":
                 arguments = configuration.get("init_args")
                 yield ClassName(keys, str(value), arguments if isinstance(arguments, Mapping) else {})
+            elif name == "trust" and isinstance(value, str | list | tuple | Mapping) and value:
+                raise RecpoError(
+                    f"{'.'.join(own)} is {value!r}, but whom you trust is never read from a run: remove it, and allow "
+                    "packages on your command line (--trust)",
+                    code="untrusted",
+                    field=".".join(own),
+                )
             else:
-                yield from class_names(value, keys if name == "init_args" else (*keys, str(name)))
+                yield from class_names(value, own)
     elif isinstance(configuration, list | tuple):
         for value in configuration:
             yield from class_names(value, keys)
@@ -137,7 +145,6 @@ def validate_class_names(configuration: Mapping[str, Any], trust: Sequence[str],
                 code="untrusted",
                 field=given.option,
             )
-    _validate_trust(configuration, file)
     if not isinstance(configuration.get("critic", {}), Mapping):  # the option parser would read a file of this name
         raise RecpoError(
             f"{file}: critic is {configuration['critic']!r}, expected a mapping of options",
@@ -195,23 +202,6 @@ def _is_group(own: type, name: str) -> bool:
         hints = get_type_hints(own.__init__)  # type: ignore[misc]
     parameter = inspect.signature(own).parameters.get(name)
     return is_dataclass(hints.get(name)) or (parameter is not None and is_dataclass(parameter.default))
-
-
-def _validate_trust(configuration: Any, file: Path, keys: tuple[str, ...] = ()) -> None:
-    if isinstance(configuration, Mapping):
-        for name, value in configuration.items():
-            own = (*keys, str(name))
-            if name == "trust" and isinstance(value, str | list | tuple | Mapping) and value:
-                raise RecpoError(
-                    f"{file}: {'.'.join(own)} is {value!r}, but whom you trust is never read from a run: remove it, "
-                    "and allow packages on your command line (--trust)",
-                    code="untrusted",
-                    field=".".join(own),
-                )
-            _validate_trust(value, file, own)
-    elif isinstance(configuration, list | tuple):
-        for value in configuration:
-            _validate_trust(value, file, keys)
 
 
 def _options_in(text: str, keys: tuple[str, ...]) -> Any:

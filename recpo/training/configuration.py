@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 import recpo.batches.preference_lists
@@ -28,7 +27,7 @@ from recpo.base.contracts import Objective
 from recpo.base.errors import RecpoError
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.training.class_names import without_trust
-from recpo.training.run import Run
+from recpo.training.run import Run, built
 from recpo.training.trainer import DEFAULT_EPOCHS, TrainOptions, says_when_to_stop
 
 DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
@@ -108,16 +107,14 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
             if "layout" not in given.data.get("init_args", given.data):
                 start["data"] = {"layout": base["data"]["init_args"]["layout"]}
             arguments = ["--config", json.dumps(start), *arguments]
-    configuration = parser.parse_args(list(arguments))
-    more = list[str]()
-    if configuration.advantage is None and configuration.reward is None:
-        requires = _part(configuration, "objective", Objective).requires
+    arguments = list(arguments)
+    if given.get("objective") is not None and given.get("advantage") is None and given.get("reward") is None:
+        requires = built("objective", Objective, given.objective).requires
         if "advantages" in requires and not requires & {"old", "value", "rewards", "chosen"}:
-            more += ["--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
-    trainer = configuration.trainer  # an object if no trainer option is given
-    if not isinstance(trainer, Namespace) or not says_when_to_stop(trainer.get("init_args", Namespace())):
-        more += ["--trainer.max_epochs", str(DEFAULT_EPOCHS)]
-    return parser.parse_args([*arguments, *more]) if more else configuration
+            arguments += ["--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
+    if not says_when_to_stop(given.get("trainer.init_args") or {}):
+        arguments += ["--trainer.max_epochs", str(DEFAULT_EPOCHS)]
+    return parser.parse_args(arguments)
 
 
 def _readable_nulls(arguments: Sequence[str]) -> list[str]:
@@ -153,15 +150,11 @@ def instantiate(configuration: Namespace) -> TrainOptions:
         raise RecpoError(f"an option is refused: {' '.join(str(error).split())}", code="bad_value") from error
 
 
-def resolved(configuration: Namespace) -> str:
-    """YAML of every option, including defaults, except those on an existing run and on whom to trust."""
-    kept = configuration.clone()
-    for name in _UNRECORDED:
-        kept.pop(name, None)
-    text: str = _parser().dump(kept, skip_unset=False, skip_validation=True)
-    recorded = parse_yaml(text)
-    kept_options = {name: value for name, value in recorded.items() if name not in _UNRECORDED}
-    return yaml.safe_dump(without_trust(kept_options), sort_keys=False)
+def resolved(configuration: Namespace) -> dict[str, Any]:
+    """Every option, including defaults, except those on an existing run and on whom to trust, as YAML has them."""
+    options = parse_yaml(_parser().dump(configuration, skip_unset=False, skip_validation=True))
+    recorded: dict[str, Any] = without_trust({name: options[name] for name in options if name not in _UNRECORDED})
+    return recorded
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
@@ -175,9 +168,3 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
         value, there = as_configuration(value), place.get(last)
         place[last] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
     return ["--config", json.dumps(tree)] if tree else []
-
-
-def _part(configuration: Namespace, name: str, kind: Any) -> Any:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument(f"--{name}", type=kind)
-    return parser.instantiate(Namespace({name: configuration[name]}))[name]

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ import torch
 import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning import Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from recpo.artifacts.documents import describe_os_error, parse_yaml
+from recpo.artifacts.documents import describe_os_error
 from recpo.base.contracts import Policy
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.datamodule import Phases
@@ -45,11 +44,11 @@ from recpo.training.configuration import instantiate, resolved
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.module import PreferenceModule
 from recpo.training.options import rewards_of
-from recpo.training.run import Run, hand_over
+from recpo.training.run import Run, checkpoint_path, hand_over
 from recpo.training.run_directory import RunDirectory
 from recpo.training.trainer import SentMetrics, Throughput, TrainOptions, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
-from recpo.training.warm_start import StartingState, WarmStart, growth_of, same_training
+from recpo.training.warm_start import WarmStart, growth_of, same_training
 
 
 def run_configuration(
@@ -65,18 +64,18 @@ def run_configuration(
         metrics: also called with the metrics that Lightning logs, and their step.
     """
     options, out = with_monitor(configuration), Path(configuration.out)
-    text = resolved(configuration)
+    recorded = resolved(configuration)
     # training with a class implies trust in it; without its package nobody could open the run
-    packages = sorted({one.name.partition(".")[0] for one in class_names(parse_yaml(text)) if "." in one.name})
-    validate_class_names(parse_yaml(text), packages, out / Run.RESOLVED)
+    packages = sorted({one.name.partition(".")[0] for one in class_names(recorded) if "." in one.name})
+    validate_class_names(recorded, packages, out / Run.RESOLVED)
     if options.allocator:
         tune_allocator()
-    base = None if configuration.init_from is None else Path(configuration.init_from)
-    start = None if base is None or configuration.resume else _warm_start(configuration, options, base)
+    starts = configuration.init_from is not None and not configuration.resume
+    start = _warm_start(configuration, recorded, options) if starts else None
     module = _module(options, start)
     if start is not None and start.with_training:
         start.load_critic(module)
-        callbacks = [*callbacks, StartingState(start)]
+        callbacks = [*callbacks, LambdaCallback(on_train_start=start.load_optimizer)]
     if options.rollout is not None:
         options.data.phases = Phases(options.rollout.batches, options.rollout.epochs)
     callbacks = [*callbacks, *_callbacks(options, module, out)]
@@ -89,12 +88,11 @@ def run_configuration(
             code="conflicting_options",
             field="patience",
         )
-    directory, resume = RunDirectory(out, text, options, base, trainer.world_size), bool(configuration.resume)
-    check = partial(directory.validate, resume=resume, overwrite=bool(configuration.overwrite))
-    last = check()
+    directory = RunDirectory(configuration, recorded, options, trainer.world_size)
+    last = directory.validate()
     if last is not None:
         validate_checkpoint(last, directory.identity)
-    with directory.opened(module.policy, resume=resume, check=check) as opened:
+    with directory.opened(module.policy) as opened:
         hooks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # after callbacks that may stop the first step, before callbacks that write its checkpoint
         hooks.insert(sum(not isinstance(hook, Checkpoint) for hook in hooks), opened)
@@ -136,17 +134,18 @@ def _for_behaviors(options: TrainOptions) -> TrainOptions:
     return replace(options, objective=objective, rollout=rollout, **known)  # type: ignore[arg-type]
 
 
-def _warm_start(configuration: Namespace, options: TrainOptions, path: Path) -> WarmStart:
-    base = Run.open(path, trust=configuration.trust)
+def _warm_start(configuration: Namespace, recorded: Mapping[str, Any], options: TrainOptions) -> WarmStart:
+    base = Run.open(configuration.init_from, trust=configuration.trust)
     growth, asked = growth_of(base, options.data.prepared), configuration.init_training
-    if asked and (options.trainer.shards_tables or base.checkpoint().is_dir()):
+    has_state = not (options.trainer.shards_tables or checkpoint_path(base.root).is_dir())
+    if asked and not has_state:
         raise RecpoError(
             "init_training: the optimizer state of sharded tables cannot be copied: leave it out, or train without "
             "ShardedStrategy",
             code="unsupported",
             field="init_training",
         )
-    same = not options.trainer.shards_tables and same_training(base, growth, parse_yaml(resolved(configuration)))
+    same = has_state and same_training(base, growth, recorded)
     return WarmStart(base, growth, same if asked is None else asked)
 
 

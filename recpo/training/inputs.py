@@ -247,13 +247,12 @@ class InputBuilder:
 
     def _logged(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The logged slates with the additions of training: hard negatives and rewards."""
-        planned = batch.plan
         if self._hard_negatives:
             batch = with_hard_negatives(batch, self._networks.policy, self._hard_negatives)
         if Requirement.REWARDS in self._requires and batch.slates.reward is None:  # the planner did not give them
             assert self._options.reward is not None
             batch = with_rewards(batch, self._options.reward)
-        return batch if planned is None else batch._replace(plan=planned)
+        return batch
 
     def _with_candidates(self, batch: FeedbackBatch, candidates: Slates) -> FeedbackBatch:
         """With candidates in place of the logged slates, all scored after the complete history."""

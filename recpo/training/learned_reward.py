@@ -235,13 +235,10 @@ class LearnedReward(RewardFunction):
 
     def __call__(self, batch: FeedbackBatch, candidates: Slates) -> Tensor:
         """See ``RewardFunction``."""
-        predicted = self.predictions(batch, candidates)
-        if self.predicts_dislikes:
-            reward = self.grade_weight * predicted[..., 0] - self.dislike_cost * predicted[..., 1]
-            objective = self.model.objective
-            assert isinstance(objective, PointwiseReward)
+        predicted, objective = self.predictions(batch, candidates), self.model.objective
+        reward = predicted[..., 0]
+        if isinstance(objective, PointwiseReward):
+            reward = self.grade_weight * reward - self.dislike_cost * predicted[..., 1]
             for name, weight in self.behaviors.items():
                 reward = reward + weight * predicted[..., objective.target_names.index(name)]
-        else:
-            reward = predicted[..., 0]
         return reward.masked_fill(~candidates.mask | (candidates.item_ids == 0), torch.nan)

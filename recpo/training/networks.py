@@ -222,28 +222,15 @@ class Critic(nn.Module):
 
 
 def continuations_of(slates: Slates) -> Continuations:
-    """What follows the positions of slates in the order of time."""
-    following, ends = next_visible(slates.visible, slates.mask)
-    return Continuations(following, ends, (~ends).reshape(-1).nonzero().squeeze(1))
-
-
-def next_visible(visible: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """For every position, ``visible`` of the first later position with a larger value, and whether there is none.
-
-    Args:
-        visible: ``[B, S]``, not decreasing over the real positions.
-        mask: ``[B, S]``.
-
-    Returns:
-        ``[B, S]`` each; 0 and True if there is none, and at masked positions.
-    """
+    """What follows the positions of slates in the order of time: the first later one with a larger ``visible``."""
+    visible, mask = slates.visible, slates.mask
     # a position without a larger value sorts after every position
     beyond = int(torch.iinfo(visible.dtype).max)
     ascending = visible.masked_fill(~mask, beyond).sort(-1).values
     index = torch.searchsorted(ascending, visible.contiguous(), right=True)
     following = torch.cat([ascending, ascending.new_full((len(ascending), 1), beyond)], 1).gather(1, index)
     ends = (following == beyond) | ~mask
-    return following.masked_fill(ends, 0), ends
+    return Continuations(following.masked_fill(ends, 0), ends, (~ends).reshape(-1).nonzero().squeeze(1))
 
 
 @torch.no_grad()

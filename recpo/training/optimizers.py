@@ -37,11 +37,6 @@ class JointOptimizer(Optimizer):
             optimizer.step()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of every member."""
-        for optimizer in self.members:
-            optimizer.zero_grad(set_to_none)
-
     def state_dict(self) -> dict[str, Any]:
         """The members' states in order."""
         return {"members": [optimizer.state_dict() for optimizer in self.members]}

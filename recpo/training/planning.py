@@ -110,7 +110,7 @@ class StepPlanner:
 
 def with_rewards(batch: FeedbackBatch, reward: RewardFunction) -> FeedbackBatch:
     """The batch with the rewards of its slates. A position with an unknown reward leaves its slate."""
-    return batch._replace(slates=rewarded(batch.slates, reward(batch, batch.slates)), plan=None)
+    return batch._replace(slates=rewarded(batch.slates, reward(batch, batch.slates)))
 
 
 def needed_positions(batch: FeedbackBatch, advantages: Tensor | None) -> Tensor:

@@ -393,7 +393,7 @@ def with_hard_negatives(batch: FeedbackBatch, policy: Policy, count: int) -> Fee
 
     columns = {name: values for name, values in slates._asdict().items() if values is not None}
     slates = slates._replace(**{name: appended(name, v) for name, v in columns.items()})
-    return batch._replace(slates=slates, plan=None)
+    return batch._replace(slates=slates)
 
 
 def without_shared_prefix(mask: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:

@@ -19,7 +19,6 @@
 
 import csv
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,19 +28,20 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import pyarrow.parquet as pq
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import MARKER, kind_of, marker, sha256, verify
+from recpo.artifacts.checksums import kind_of, sha256, verify
 from recpo.artifacts.documents import describe_os_error, read_json, read_yaml
 from recpo.artifacts.outputs import output_file, write_json
-from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
+from recpo.base.types import Features
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.training.checkpoints import saved_tensors
@@ -49,7 +49,6 @@ from recpo.training.class_names import validate_class_names
 from recpo.training.options import PolicyFactory
 
 FEATURE_SCHEMA, VOCABULARIES = "features.json", "vocabularies"
-FEATURE_FILES: Final = (FEATURE_SCHEMA, ITEM_FEATURES)
 _LEAVINGS = (".partial", ".recpo-")  # parts of names of what a killed process has begun to write
 
 #: Metric to its points ``[step, value]``.
@@ -181,6 +180,55 @@ class Run(Artifact):
             read_json(self.root / Run.FEEDBACK, Run.REMEDY), str(self.root / Run.FEEDBACK)
         )
 
+    @cached_property
+    def _features(self) -> dict[str, Any]:
+        return read_json(self.root / FEATURE_SCHEMA, Run.REMEDY) if FEATURE_SCHEMA in self.files else {}
+
+    @property
+    def feature_schema(self) -> FeatureSchema:
+        """The features of the data that it was trained on; empty if its policy reads none."""
+        return FeatureSchema.from_json(self._features.get("features"), str(self.root / FEATURE_SCHEMA))
+
+    @property
+    def behaviors(self) -> tuple[str, ...]:
+        """The behaviors of these data, in the order of their bits; empty if its policy reads no features."""
+        return tuple(self._features.get("behaviors", ()))
+
+    def item_features(self) -> Features:
+        """The features of the items that its policy reads, as those of ``Prepared``."""
+        try:
+            table = pq.read_table(self.root / ITEM_FEATURES)
+        except OSError as error:
+            raise RecpoError(
+                f"{describe_os_error(error, str(self.root / ITEM_FEATURES))}; {Run.REMEDY}",
+                code="missing_file",
+                field=ITEM_FEATURES,
+            ) from error
+        return read_features(self.feature_schema.item, table, first_missing=True).tensors()
+
+    def kept_features(self, policy: Policy) -> PolicyFeatures:
+        """The fitted features that its policy reads, and the behaviors.
+
+        Raises:
+            RecpoError: a file is missing or damaged.
+        """
+        read = FeatureSchema(**{side: self.feature_schema.of(side) for side in _sides(policy)})
+        behaviors = self.behaviors if policy.reads.behaviors else ()
+        return PolicyFeatures.load(self.root, read, behaviors, remedy=Run.REMEDY)
+
+    def features_that_differ(self, policy: Policy, data: Prepared) -> list[str]:
+        """The fitted features of ``data`` that differ from those that it keeps for a policy; empty if it keeps none."""
+        if FEATURE_SCHEMA not in self.files:
+            return []
+        kept, found = self.kept_features(policy), []
+        for side in _sides(policy):
+            before, now = kept.of(side) or FittedFeatures((), {}), data.fitted_features(side)
+            if not (before.agrees(now) and now.agrees(before)):
+                found.append(f"features of {'requests' if side == 'context' else side + 's'}")
+        if policy.reads.behaviors and kept.behaviors != data.behaviors:
+            found.append("behaviors")
+        return found
+
     def validate_items(self, data: Prepared) -> None:
         """Raises ``RecpoError`` if prepared data has other items than the run was trained on."""
         if self.catalog_checksum == data.catalog_checksum:
@@ -223,10 +271,8 @@ class Run(Artifact):
 
     def option(self, name: str, kind: Any) -> Any:
         """The option ``name`` of the run, rebuilt from its configuration."""
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_argument(f"--{name}", type=kind)
         try:
-            return parser.instantiate(parser.parse_object({name: self.configuration[name]}))[name]
+            return built(name, kind, self.configuration[name])
         except (ArgumentError, KeyError, ImportError) as error:
             raise RecpoError(
                 f"{self.root / Run.RESOLVED}: {name} cannot be built ({' '.join(str(error).split())}); "
@@ -253,32 +299,16 @@ class Run(Artifact):
                 code="damaged",
                 field="policy",
             ) from error
-        hand_over_kept(policy, self.root)
+        hand_over(policy, self)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
 
 
-def write_start(
-    root: Path, resolved: str, data: Prepared, policy: Policy, codes: Path | None, origin: dict[str, Any]
-) -> None:
-    """Writes the files that a run has before its first step.
-
-    Args:
-        root: the run directory.
-        resolved: every option, as YAML.
-        data: the training data.
-        policy: the policy.
-        codes: directory of the item codes of its policy.
-        origin: the run's inputs.
-    """
-    write_text(root / MARKER, marker("run"))
-    write_text(root / Run.RESOLVED, resolved)
-    write_items(root, data)
-    write_features(root, policy, data)
-    if codes is not None:
-        ignore = shutil.ignore_patterns(CODEBOOKS)  # only new items would need them
-        shutil.copytree(codes, root / Run.CODES, ignore=ignore, dirs_exist_ok=True)
-    write_json(root / Run.ORIGIN, {"format_version": Run.version, **origin})
+def built(name: str, kind: Any, value: Any) -> Any:
+    """The option ``name``, of the type ``kind``, from its value in a configuration."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument(f"--{name}", type=kind)
+    return parser.instantiate(parser.parse_object({name: value}))[name]
 
 
 def write_items(root: Path, data: Prepared) -> None:
@@ -312,17 +342,15 @@ def mark_finished(
         results: metrics of the last step and the last validation.
         monitor: the metric that selected the best checkpoint.
     """
-    kept = [
-        file for file in (Run.RESOLVED, Run.ITEMS, Run.FEEDBACK, Run.ORIGIN, *FEATURE_FILES) if (root / file).is_file()
-    ]
+    files = (Run.RESOLVED, Run.ITEMS, Run.FEEDBACK, Run.ORIGIN, FEATURE_SCHEMA, ITEM_FEATURES)
+    kept = [file for file in files if (root / file).is_file()]
     kept += [
         str(file.relative_to(root))
         for part in (Run.CODES, Run.CHECKPOINTS, VOCABULARIES)
         for file in _files_in(root / part)
     ]
-    files = {name: sha256(root / name) for name in kept}
     facts = {"num_items": policy.num_items, "catalog_checksum": data.catalog_checksum, "results": results}
-    Run.write_facts(root, {**facts, "monitor": monitor, "files": files})
+    Run.write_facts(root, {**facts, "monitor": monitor, "files": {name: sha256(root / name) for name in kept}})
 
 
 def _files_in(directory: Path) -> list[Path]:
@@ -335,10 +363,10 @@ def checkpoint_path(run: Path, checkpoint: str = "best") -> Path:
     return Path(run) / Run.CHECKPOINTS / f"{checkpoint}.ckpt"
 
 
-def write_text(file: Path, text: str) -> None:
-    """Writes a file, completely or not at all."""
-    with output_file(file) as partial:
-        partial.write_text(text, encoding="utf-8")
+def write_configuration(root: Path, configuration: Mapping[str, Any]) -> None:
+    """Writes ``resolved.yaml``, completely or not at all."""
+    with output_file(root / Run.RESOLVED) as partial:
+        partial.write_text(yaml.safe_dump(configuration, sort_keys=False), encoding="utf-8")
 
 
 def load_weights(
@@ -389,8 +417,8 @@ def load_weights(
     module.load_state_dict(whole)
 
 
-def hand_over(policy: Policy, data: Prepared) -> None:
-    """Gives a new policy the schema, behaviors and item features of prepared data, before its weights are loaded.
+def hand_over(policy: Policy, data: Prepared | Run) -> None:
+    """Gives a new policy the schema, behaviors and item features of its data, before its weights are loaded.
 
     Raises:
         RecpoError: the policy reads something that the data does not have.
@@ -401,8 +429,8 @@ def hand_over(policy: Policy, data: Prepared) -> None:
 
 
 def write_features(root: Path, policy: Policy, data: Prepared) -> None:
-    """Stores in the run directory ``root`` what ``hand_over_kept`` needs; nothing if the policy reads no features."""
-    if not _reads(policy):
+    """Stores in the run directory ``root`` what ``hand_over`` needs; nothing if the policy reads no features."""
+    if not (_sides(policy) or policy.reads.behaviors):
         return
     write_json(root / FEATURE_SCHEMA, {"features": data.feature_schema.to_json(), "behaviors": list(data.behaviors)})
     if policy.reads_item_features:
@@ -410,26 +438,6 @@ def write_features(root: Path, policy: Policy, data: Prepared) -> None:
         pq.write_table(data.table(ITEM_FEATURES, names), root / ITEM_FEATURES)
     fitted: dict[str, Any] = {side: data.fitted_features(side) for side in _sides(policy)}
     PolicyFeatures(**fitted).save(root)
-
-
-def kept_features(policy: Policy, root: Path) -> PolicyFeatures:
-    """The fitted features that a policy reads, and its behaviors, from its run ``root``.
-
-    Raises:
-        RecpoError: a file is missing or damaged.
-    """
-    if not _reads(policy):
-        return PolicyFeatures()
-    schema, behaviors = _kept_schema(root)
-    read = FeatureSchema(**{side: schema.of(side) for side in _sides(policy)})
-    return PolicyFeatures.load(root, read, behaviors if policy.reads.behaviors else (), remedy=Run.REMEDY)
-
-
-def _kept_schema(root: Path) -> tuple[FeatureSchema, tuple[str, ...]]:
-    """Features and behaviors of the data that the run ``root`` was trained on."""
-    content = read_json(root / FEATURE_SCHEMA, Run.REMEDY)
-    schema = FeatureSchema.from_json(content.get("features"), str(root / FEATURE_SCHEMA))
-    return schema, tuple(content.get("behaviors", ()))
 
 
 def _sides(policy: Policy) -> list[Side]:
@@ -440,57 +448,6 @@ def _sides(policy: Policy) -> list[Side]:
         "context": policy.reads.context,
     }
     return [side for side, read in reads.items() if read]
-
-
-def features_that_differ(policy: Policy, root: Path, data: Prepared) -> list[str]:
-    """The fitted features of ``data`` that differ from those of the run ``root``; empty if the run keeps none."""
-    if not (_reads(policy) and (root / FEATURE_SCHEMA).is_file()):
-        return []
-    kept, found = kept_features(policy, root), []
-    for side in _sides(policy):
-        before, now = kept.of(side) or FittedFeatures((), {}), data.fitted_features(side)
-        same = before.features == now.features and all(
-            vocabulary.values.equals(now.vocabularies[name].values) for name, vocabulary in before.vocabularies.items()
-        )
-        found += [] if same else [f"features of {'requests' if side == 'context' else side + 's'}"]
-    if policy.reads.behaviors and kept.behaviors != data.behaviors:
-        found.append("behaviors")
-    return found
-
-
-def copy_features(base: Path, root: Path) -> None:
-    """Copies the features of the run ``base`` into the run directory ``root``."""
-    if (base / VOCABULARIES).is_dir():
-        shutil.copytree(base / VOCABULARIES, root / VOCABULARIES, dirs_exist_ok=True)
-    for name in FEATURE_FILES:
-        if (base / name).is_file():
-            shutil.copy2(base / name, root / name)
-
-
-def hand_over_kept(policy: Policy, root: Path) -> None:
-    """``hand_over`` with the features of the run ``root``.
-
-    Raises:
-        RecpoError: a file is missing or damaged.
-    """
-    if not _reads(policy):
-        return
-    schema, behaviors = _kept_schema(root)
-    policy.set_schema(schema, behaviors)
-    if policy.reads_item_features:
-        try:
-            table = pq.read_table(root / ITEM_FEATURES)
-        except OSError as error:
-            raise RecpoError(
-                f"{describe_os_error(error, str(root / ITEM_FEATURES))}; {Run.REMEDY}",
-                code="missing_file",
-                field=ITEM_FEATURES,
-            ) from error
-        policy.set_item_features(read_features(schema.item, table, first_missing=True).tensors())
-
-
-def _reads(policy: Policy) -> bool:
-    return policy.reads_item_features or any(policy.reads)
 
 
 def training_curves(run: Path) -> Curves:

@@ -1,6 +1,5 @@
 """The directory of a run during training: validated first, and replaced or resumed only after the first step."""
 
-import hashlib
 import json
 import math
 import os
@@ -10,20 +9,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 
-from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.documents import parse_yaml, read_json, read_yaml
-from recpo.artifacts.outputs import PARTIAL, directory_in_place
+from recpo.artifacts.checksums import kind_of, sha256
+from recpo.artifacts.documents import read_json, read_yaml
+from recpo.artifacts.outputs import PARTIAL, directory_in_place, write_json
+from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
 from recpo.training.checkpoints import RUN
 from recpo.training.class_names import class_names
 from recpo.training.module import PreferenceModule
-from recpo.training.run import Run, checkpoint_path, data_facts, mark_finished, write_start, write_text
+from recpo.training.run import (
+    Run,
+    checkpoint_path,
+    data_facts,
+    mark_finished,
+    write_configuration,
+    write_features,
+    write_items,
+)
 from recpo.training.trainer import TrainOptions
 
 MAY_CHANGE = (
@@ -49,21 +58,22 @@ class RunDirectory:
     """The directory that a training writes, and the inputs of the run.
 
     Args:
-        root: the directory.
-        text: every option, as YAML.
+        given: every option, with the directory ``out`` and whether the run in it is continued or replaced.
+        configuration: the options that the run records.
         options: the same options.
-        base: the run of ``init_from``.
         world_size: number of ranks.
 
     Attributes:
         identity: checksum of what all parts of a resumed run have in common; its checkpoints contain it.
     """
 
-    def __init__(self, root: Path, text: str, options: TrainOptions, base: Path | None, world_size: int) -> None:
-        self._root, self._text, self._configuration = root, text, parse_yaml(text)
+    def __init__(self, given: Namespace, configuration: dict[str, Any], options: TrainOptions, world_size: int) -> None:
+        self._root, self._resume, self._overwrite = Path(given.out), bool(given.resume), bool(given.overwrite)
+        self._configuration = configuration
         self._data, self._shards_tables = options.data.prepared, options.trainer.shards_tables
-        batch_size = int(self._configuration["data"]["init_args"]["batch_size"])
+        batch_size = int(configuration["data"]["init_args"]["batch_size"])
         self._origin: dict[str, Any] = {
+            "format_version": Run.version,
             "prepared": {
                 "path": str(self._data.root),
                 "catalog_checksum": self._data.catalog_checksum,
@@ -72,24 +82,22 @@ class RunDirectory:
             "data": data_facts(self._data),
             "contexts_per_step": batch_size * options.trainer.accumulate_grad_batches * world_size,
         }
+        base = given.init_from
         if base is not None and (base / Run.FINISHED).is_file():
             files = _sha256_of(read_json(base / Run.FINISHED, Run.REMEDY)["files"])
             self._origin["init_from"] = {"path": str(base), "files_sha256": files}
-        if runs := sorted(set(_reward_runs(self._configuration))):
+        if runs := sorted(set(_reward_runs(configuration))):
             checksums = {path: _checksum_of_reward(path) for path in runs}
             known = {path: checksum for path, checksum in checksums.items() if checksum is not None}
             self._origin["reward_runs"] = known
         ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *_OF_THE_SAME_STEP)
-        kept = {key: value for key, value in _leaves(self._configuration) if not _is_part_of(key, ignored)}
+        kept = {key: value for key, value in _leaves(configuration) if not _is_part_of(key, ignored)}
         rewards = sorted(self._origin.get("reward_runs", {}).values())
         self.identity = _sha256_of([kept, self._origin["prepared"]["manifest_sha256"], rewards])
+        self._after_first_step: list[Callable[[], None]] = []
 
-    def validate(self, *, resume: bool, overwrite: bool) -> Path | None:
+    def validate(self) -> Path | None:
         """Validates the target of a run without changing anything.
-
-        Args:
-            resume: resume from the last checkpoint in it.
-            overwrite: replace it.
 
         Returns:
             The checkpoint to resume from; None to start.
@@ -99,7 +107,7 @@ class RunDirectory:
                 checkpoint.
         """
         out, last = self._root, checkpoint_path(self._root, "last")
-        goes_on = last if resume and last.exists() else None
+        goes_on = last if self._resume and last.exists() else None
         if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return goes_on
         if not (out / Run.RESOLVED).is_file():
@@ -108,8 +116,8 @@ class RunDirectory:
                 code="wrong_file",
                 field="out",
             )
-        if not resume:
-            if not overwrite:
+        if not self._resume:
+            if not self._overwrite:
                 raise RecpoError(
                     f"{out} exists already: pass --resume true to continue, --overwrite true to start again",
                     code="exists",
@@ -196,41 +204,53 @@ class RunDirectory:
         return None if codes is None else Path(codes)
 
     @contextmanager
-    def opened(self, policy: Policy, *, resume: bool, check: Callable[[], object]) -> Iterator[Callback]:
+    def opened(self, policy: Policy) -> Iterator[Callback]:
         """Creates or reopens the directory. A failure before the first step leaves the previous content in place.
 
         Other processes that ask for the lock cannot write to it meanwhile. A run that is replaced is kept aside until
-        the first step of the new one is done. If this process is killed before that, the next one restores it.
+        the first step of the new one is done. If this process is killed before that, the next one restores it. It is
+        validated again, because another process may have created a run here meanwhile.
 
         Args:
             policy: the policy.
-            resume: continue in it, if it exists.
-            check: calls ``validate`` again, because another process may have created a run here meanwhile.
 
         Yields:
             A callback that must be added to the training.
 
         Raises:
-            RecpoError: another process trains here, or an error of ``check``.
+            RecpoError: another process trains here, or an error of ``validate``.
         """
-        watch = _FirstStep(self.identity)
+        watch = LambdaCallback(on_train_batch_end=self._end_step, on_save_checkpoint=self._add_identity)
         if _is_other_rank():
             yield watch
             return
-        goes_on = resume and (self._root / Run.RESOLVED).is_file()
+        goes_on = self._resume and (self._root / Run.RESOLVED).is_file()
 
         def start(directory: Path) -> None:
-            write_start(directory, self._text, self._data, policy, self._codes, self._origin)
+            write_configuration(directory, self._configuration)
+            write_items(directory, self._data)
+            write_features(directory, policy, self._data)
+            if self._codes is not None:
+                ignore = shutil.ignore_patterns(CODEBOOKS)  # only new items would need them
+                shutil.copytree(self._codes, directory / Run.CODES, ignore=ignore, dirs_exist_ok=True)
+            write_json(directory / Run.ORIGIN, self._origin)
 
-        with directory_in_place(self._root, kind="run", start=None if goes_on else start, check=check) as keep:
-            watch.actions.append(keep)
-            if goes_on:
-                watch.actions.append(self._begin_again)
+        first = None if goes_on else start
+        with directory_in_place(self._root, kind="run", start=first, check=self.validate) as keep:
+            self._after_first_step = [keep, self._begin_again] if goes_on else [keep]
             yield watch
 
     def _begin_again(self) -> None:
         (self._root / Run.FINISHED).unlink(missing_ok=True)
-        write_text(self._root / Run.RESOLVED, self._text)
+        write_configuration(self._root, self._configuration)
+
+    def _end_step(self, *_: Any) -> None:
+        """Before any checkpoint is written: those are the last callbacks."""
+        while self._after_first_step:
+            self._after_first_step.pop(0)()
+
+    def _add_identity(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[RUN] = self.identity
 
     def finish(self, module: PreferenceModule) -> None:
         """Marks the run as finished, unless it already was and nothing was added."""
@@ -279,28 +299,6 @@ def _reward_runs(configuration: Any) -> Iterator[str]:
             yield str(given.arguments[option])
 
 
-class _FirstStep(Callback):
-    """Runs actions once, after the first batch of this process, and names the run in its checkpoints."""
-
-    def __init__(self, run: str) -> None:
-        self.actions: list[Any] = []
-        self.taken = False
-        self._run = run
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Before any checkpoint is written: those are the last callbacks."""
-        if not self.taken:
-            self.taken = True
-            for action in self.actions:
-                action()
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds the ``identity`` of the run."""
-        checkpoint[RUN] = self._run
-
-
 def _checksum_of_reward(path: str) -> str | None:
     """Of a finished run or of factors; None of anything else."""
     if kind_of(path) == "factors":
@@ -313,4 +311,4 @@ def _is_other_rank() -> bool:
 
 
 def _sha256_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(value, sort_keys=True).encode())

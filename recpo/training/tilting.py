@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 from tqdm import tqdm
 
@@ -38,12 +37,11 @@ from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import (
     Run,
     checkpoint_path,
-    copy_features,
     data_facts,
     mark_finished,
+    write_configuration,
     write_features,
     write_items,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -275,8 +273,8 @@ def value_setting(
 _RANKS: Final = {"auc": "AUC_other", "auc_mixed": "AUC_mixed"}
 #: the criterion that is the NDCG of the lists of k
 NDCG: Final = "ndcg"
-#: criteria that are means over users, by the name of their metric; the others are off-policy values
-_OF_USERS: Final = _RANKS | {"grade": "grade", "monitor_reward": "monitor_reward", NDCG: "NDCG@{k}"}
+#: criteria whose metric of users, or target of an off-policy value, has another name
+_METRICS: Final = _RANKS | {NDCG: "NDCG@{k}", "top_k": "top_{k}", "policy": POLICY}
 
 
 class _Measured(NamedTuple):
@@ -285,6 +283,24 @@ class _Measured(NamedTuple):
     temperature: float
     ranking: RankingResult
     off_policy: OffPolicyResult | None
+
+    def value(self, metric: str) -> tuple[float, float]:
+        """The mean of a metric over the users, or the off-policy value of a target, and half of its interval."""
+        if metric in self.ranking.per_user:
+            mean = self.ranking.estimate(metric)
+            return mean.mean, mean.half_width
+        return snips_of(self.off_policy, metric)
+
+    def above(self, other: _Measured, metric: str) -> tuple[float, float]:
+        """How much higher this value is on the same users, and the standard error of that difference."""
+        if metric in self.ranking.per_user:
+            mean = self.ranking.difference(other.ranking, metric)
+            return mean.mean, mean.half_width / Z95
+        differences = self.off_policy.differences(other.off_policy) if self.off_policy and other.off_policy else ()
+        for found in differences:
+            if (found.target, found.estimator) == (metric, SNIPS.name):
+                return found.value, found.standard_error
+        return math.nan, math.nan
 
 
 @dataclass(frozen=True)
@@ -324,18 +340,20 @@ class TemperatureTrials:
         with tqdm(total=total, desc="tilt", unit="user", disable=hidden) as bar:
             found = self._measured(base, [math.inf], bar)
             found += self._measured(tilts(base, temperatures[0]), temperatures, bar)
-        values = [self._value(one)[0] for one in found]
+        metric = _METRICS.get(self.criterion, self.criterion).format(k=self.k)
+        values = [one.value(metric) for one in found]
         auc_losses = self._auc_losses(found)
         keeping = [place for place, (loss, error) in enumerate(auc_losses) if place and not loss > error]
-        best = max(keeping or [0], key=lambda place: _or_least(values[place]))
-        if not math.isfinite(values[best]):
+        best = max(keeping or [0], key=lambda place: _or_least(values[place][0]))
+        if not math.isfinite(values[best][0]):
             raise RecpoError(
                 f"the validation period of {self.data.root} gives no value to a temperature by the criterion "
                 f"{self.criterion}: it is undefined for every user; name another criterion, or a temperature",
                 code="empty",
                 field="criterion",
             )
-        return tuple(self._trial(one, found[best], *loss) for one, loss in zip(found, auc_losses, strict=True))
+        losses = [(0.0, 0.0) if one is found[best] else found[best].above(one, metric) for one in found]
+        return tuple(map(self._trial, found, values, losses, auc_losses))
 
     def _measured(self, policy: Policy, temperatures: Sequence[float], bar: Any) -> list[_Measured]:
         """One pass over the validation period, in which the temperatures of a policy share what they read."""
@@ -370,75 +388,37 @@ class TemperatureTrials:
         measures += [] if self.held_out is None else [_Grade(self.held_out.to(self.device), self.k)]
         return measures if value is None else [*measures, value]
 
-    @property
-    def _metric(self) -> str:
-        return _OF_USERS[self.criterion].format(k=self.k)
-
-    def _target(self) -> str:
-        return POLICY if self.criterion == "policy" else f"top_{self.k}"
-
-    def _value(self, one: _Measured) -> tuple[float, float]:
-        """Value by the criterion and half of its interval."""
-        if self.criterion in _OF_USERS:
-            found = one.ranking.estimate(self._metric)
-            return found.mean, found.half_width
-        return snips_of(one.off_policy, self._target())
-
-    def _loss(self, one: _Measured, best: _Measured) -> tuple[float, float]:
-        """The difference in value of ``best``, and its standard error."""
-        if one is best:
-            return 0.0, 0.0
-        if self.criterion in _OF_USERS:
-            return _difference(best.ranking, one.ranking, self._metric)
-        assert one.off_policy is not None
-        assert best.off_policy is not None
-        for found in best.off_policy.differences(one.off_policy):
-            if (found.target, found.estimator) == (self._target(), SNIPS.name):
-                return found.value, found.standard_error
-        return math.nan, math.nan
-
     def _auc_losses(self, found: Sequence[_Measured]) -> list[tuple[float, float]]:
         """``auc_loss`` of every temperature, and its standard error."""
         if self.criterion != "auc_mixed":
             return [(math.nan, math.nan)] * len(found)
-        best = max(found, key=lambda one: _or_least(_mean(one.ranking, "AUC_other")))
-        return [_difference(best.ranking, one.ranking, "AUC_other") for one in found]
+        best = max(found, key=lambda one: _or_least(one.value("AUC_other")[0]))
+        return [best.above(one, "AUC_other") for one in found]
 
-    def _trial(self, one: _Measured, best: _Measured, auc_loss: float, auc_loss_error: float) -> TiltTrial:
-        shown = ("AUC_other", "AUC_mixed", "grade", "monitor_reward", "kl", f"NDCG@{self.k}")
-        means = {name: _mean(one.ranking, name) for name in shown}
+    def _trial(
+        self, one: _Measured, value: tuple[float, float], loss: tuple[float, float], auc_loss: tuple[float, float]
+    ) -> TiltTrial:
         of_list = None if one.off_policy is None else one.off_policy.estimate(f"top_{self.k}", SNIPS.name)
         return TiltTrial(
             one.temperature,
-            *self._value(one),
-            *self._loss(one, best),
-            auc_loss,
-            auc_loss_error,
-            top_k=math.nan if of_list is None else of_list.value,
-            policy=snips_of(one.off_policy, POLICY)[0],
-            grade=means["grade"],
-            auc=means["AUC_other"],
-            auc_mixed=means["AUC_mixed"],
-            monitor_reward=means["monitor_reward"],
+            *value,
+            *loss,
+            *auc_loss,
+            top_k=one.value(f"top_{self.k}")[0],
+            policy=one.value(POLICY)[0],
+            grade=one.value("grade")[0],
+            auc=one.value("AUC_other")[0],
+            auc_mixed=one.value("AUC_mixed")[0],
+            monitor_reward=one.value("monitor_reward")[0],
             effective_rows=math.nan if of_list is None else of_list.effective_sample_size,
-            kl=0.0 if one.temperature == math.inf else means["kl"],
-            ndcg=means[f"NDCG@{self.k}"],
+            kl=0.0 if one.temperature == math.inf else one.value("kl")[0],
+            ndcg=one.value(f"NDCG@{self.k}")[0],
             coverage=one.ranking.totals[f"coverage@{self.k}"],
         )
 
 
 def _or_least(value: float) -> float:
     return value if math.isfinite(value) else -math.inf
-
-
-def _mean(ranking: RankingResult, metric: str) -> float:
-    return ranking.estimate(metric).mean if metric in ranking.per_user else math.nan
-
-
-def _difference(best: RankingResult, other: RankingResult, metric: str) -> tuple[float, float]:
-    """The mean difference of a metric over the users, and its standard error."""
-    found = best.difference(other, metric)
-    return found.mean, found.half_width / Z95
 
 
 @dataclass(frozen=True)
@@ -512,11 +492,10 @@ class TiltBase:
         if isinstance(self.source, Prepared):
             write_items(root, self.source)
             return
-        for name in (Run.ITEMS, Run.FEEDBACK):
-            shutil.copy2(self.source.root / name, root / name)
-        if (self.source.root / Run.CODES).is_dir():
-            shutil.copytree(self.source.root / Run.CODES, root / Run.CODES)
-        copy_features(self.source.root, root)
+        for name in self.source.files:
+            if name not in (Run.RESOLVED, Run.ORIGIN) and not name.startswith(Run.CHECKPOINTS):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(self.source.root / name, root / name)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -553,8 +532,7 @@ def write_tilted(
     arguments = {"base": dict(base.configuration), **by.arguments(policy), "temperature": policy.temperature}
     arguments |= {"candidates": by.candidates} if isinstance(policy, RerankedPolicy | RerankedProductPolicy) else {}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
-    text = yaml.safe_dump({"policy": {"class_path": own, "init_args": arguments}}, sort_keys=False)
-    write_text(root / Run.RESOLVED, text)
+    write_configuration(root, {"policy": {"class_path": own, "init_args": arguments}})
     origin = {
         "format_version": Run.version,
         "contexts_per_step": 0,  # because nothing was trained

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,7 +22,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.training.checkpoints import SavedTensor, load_plain
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer
-from recpo.training.run import Run, features_that_differ, load_weights
+from recpo.training.run import Run, load_weights
 
 _BLOCK_ROWS = 1 << 16
 _CHECKSUM, _TRAINED = "codes_checksum", "features.trained"
@@ -185,7 +184,7 @@ class WarmStart:
 
     def validate_features(self, policy: Policy, data: Prepared) -> None:
         """Raises ``RecpoError`` where a feature that the policy reads is encoded otherwise than in the earlier run."""
-        others = features_that_differ(policy, self._base.root, data)
+        others = self._base.features_that_differ(policy, data)
         if others:
             raise RecpoError(
                 f"{data.root}: {', '.join(others)} were fitted otherwise than those that {self._base.root} was trained "
@@ -203,6 +202,12 @@ class WarmStart:
         """
         if module.critic is not None:
             load_weights(module.critic, self._checkpoint, "critic.", self._adapted)
+
+    def load_optimizer(self, trainer: Trainer, module: LightningModule) -> None:
+        """Gives the optimizer its state before the first step; of a run that is resumed, nothing."""
+        if trainer.global_step == 0:
+            (optimizer,) = trainer.optimizers
+            optimizer.load_state_dict(self.optimizer_state(optimizer))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The saved state for ``optimizer``: that of new rows is zero, learning rates are the optimizer's own.
@@ -280,26 +285,9 @@ def same_training(base: Run, growth: Growth, configuration: Mapping[str, Any]) -
     """
     parts = ("objective", "optimizer", "sparse_optimizer")
     same = all(_class_of(base.configuration.get(part)) == _class_of(configuration.get(part)) for part in parts)
-    return growth.grows and same and base.checkpoint().is_file()
+    return growth.grows and same
 
 
 def _class_of(part: Any) -> str:
     name = part.get("class_path") if isinstance(part, Mapping) else part
     return str(name).rpartition(".")[2]
-
-
-class StartingState(Callback):
-    """Gives the optimizer its state before the first step; of a run that is resumed, nothing.
-
-    Args:
-        start: what it is taken from.
-    """
-
-    def __init__(self, start: WarmStart) -> None:
-        self._start = start
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Loads the state."""
-        if trainer.global_step == 0:
-            (optimizer,) = trainer.optimizers
-            optimizer.load_state_dict(self._start.optimizer_state(optimizer))

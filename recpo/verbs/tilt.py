@@ -22,7 +22,7 @@ from recpo.rewards.graded import FactorOptions
 from recpo.rewards.rewards import LoggedReward, validate_identity
 from recpo.rewards.selection import fit_factors
 from recpo.training import tilting
-from recpo.training.run import Run, features_that_differ
+from recpo.training.run import Run
 from recpo.verbs.contenders import SERVED, ModelOptions, is_baseline, served_baseline, validate_factors
 from recpo.verbs.verb import WritingVerb, compute_device, function_of
 
@@ -181,7 +181,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
                 code="unsupported",
                 field="run",
             )
-        if data is not None and reads_users and features_that_differ(base.policy, run.root, data):
+        if data is not None and reads_users and run.features_that_differ(base.policy, data):
             raise RecpoError(
                 f"{data.root} has other vocabularies or means of features than those that {run.root} was trained "
                 "with, and the factors read its features of users: train the run on these data, or fit the factors "

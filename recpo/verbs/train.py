@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback
 
-from recpo.artifacts.documents import as_configuration, parse_yaml
+from recpo.artifacts.documents import as_configuration
 from recpo.base.contracts import Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError, range_error
 from recpo.log.prepared import Prepared
@@ -50,8 +50,7 @@ class Train(Verb[Run]):
 
     def recorded(self) -> dict[str, Any]:
         """Every option, including defaults, as ``resolved.yaml`` of the run has it."""
-        options: dict[str, Any] = parse_yaml(resolved(self.configuration))
-        return options
+        return resolved(self.configuration)
 
 
 def train(
