@@ -250,7 +250,7 @@ def load_runtime(
     if engine == "torch":
         from recpo.serving.saved_policy import PolicyRuntime, load_policy
 
-        return PolicyRuntime(load_policy(root, manifest), manifest.k, manifest.reads)
+        return PolicyRuntime(load_policy(root, manifest), manifest)
     return (OnnxRuntime if manifest.index is None else IndexRuntime)(root, manifest, threads, provider)
 
 

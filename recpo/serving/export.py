@@ -51,8 +51,8 @@ from recpo.serving.program import (
     verify_runtime,
 )
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, validate_k
-from recpo.serving.runtimes import OUTPUTS, STATES, IndexOptions, IndexRuntime
-from recpo.serving.saved_policy import describe_policy, load_policy, save_item_encoders, save_policy
+from recpo.serving.runtimes import IndexOptions, IndexRuntime
+from recpo.serving.saved_policy import PolicyRuntime, describe_policy, load_policy, save_item_encoders, save_policy
 
 if TYPE_CHECKING:
     from recpo.training.run import Run
@@ -198,7 +198,7 @@ def write_engines(
         write_golden(Bundle(root, manifest, items, load_runtime(root, manifest, "onnx")))
         if manifest.options is not None:
             save_policy(policy, items, root)
-            verify_runtime(load_runtime(root, manifest, "torch"), policy, manifest.k)
+            verify_runtime(load_runtime(root, manifest, "torch"), PolicyRuntime(policy, manifest))
     return manifest
 
 
@@ -231,26 +231,27 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
     """The program that ranks the complete catalog, compared with the policy."""
     from recpo.serving.onnx_program import save_onnx
 
-    ranker, k = ranker_of(policy, manifest.item_precision), manifest.k
+    ranker = ranker_of(policy, manifest.item_precision)
     # a program that scores a small catalog at once takes forbidden items as ids
     masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
     manifest = replace(manifest, mask=masked)
-    program = ServingProgram(ranker, k, manifest.reads)
-    save_onnx(program, root / ONNX_PROGRAM, OUTPUTS)
-    runtime = load_runtime(root, manifest, "onnx")
+    program = ServingProgram(ranker, manifest.k, manifest.reads)
+    save_onnx(program, root / ONNX_PROGRAM)
+    runtime, exact = load_runtime(root, manifest, "onnx"), PolicyRuntime(policy, manifest)
     if manifest.item_precision == "float32":
-        verify_runtime(runtime, policy, k)
+        verify_runtime(runtime, exact)
         return manifest
-    return replace(manifest, agreement=verify_rounded(runtime, program, policy, k, manifest.item_precision))
+    return replace(manifest, agreement=verify_rounded(runtime, program, exact, manifest.item_precision))
 
 
 def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: IndexOptions) -> BundleManifest:
     """The program that computes states, and the index, compared with the policy."""
     from recpo.serving.onnx_program import save_onnx
 
-    manifest = replace(manifest, index=build_index(policy, manifest.k, options, root, manifest.reads))
-    save_onnx(ServingProgram(policy, None, manifest.reads), root / ONNX_PROGRAM, (STATES,))
-    verify_index(IndexRuntime(root, manifest), policy, manifest.k)
+    program = ServingProgram(policy, None, manifest.reads)
+    manifest = replace(manifest, index=build_index(program, manifest.k, options, root))
+    save_onnx(program, root / ONNX_PROGRAM)
+    verify_index(IndexRuntime(root, manifest), program)
     return manifest
 
 
@@ -298,7 +299,7 @@ def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = Fal
                 "it in CXX), or serve the bundle with ONNX Runtime"
             )
             raise RecpoError(message, code="not_installed", field="compile") from error
-        verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), policy, manifest.k)
+        verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), PolicyRuntime(policy, manifest))
         copyfile(file, working)
 
 
