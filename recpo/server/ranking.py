@@ -23,33 +23,25 @@ from recpo.lists.interleaving import Interleaving, interleave
 from recpo.lists.reranking import reranked_places
 from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EncodedHistories, ServingCounts
+from recpo.serving.histories import EncodedHistories, Request, ServingCounts
 from recpo.serving.recommending import Wanted, milliseconds, validate_k
 from recpo.serving.runtimes import excluded
 
 
 @dataclass(frozen=True)
-class Query:
+class Query(Request):
     """A query to the policy.
 
     Attributes:
-        history: raw events; keys are the columns of a history (``recpo.serving.histories``).
-        exclude: external ids that must not be listed.
         k: length of the slate; None = the bundle's maximum.
         explore: draw the slate; otherwise the best items in order.
-        user: features of the user, by the columns of the prepared user table.
-        context: features of the request, by name.
         allow: attribute -> values: only items that have one of the values of each attribute.
         deny: attribute -> values: no items that have one of the values.
         variant: the variant that ranks; "" = there are no variants, or two of them are interleaved.
     """
 
-    history: Sequence[Mapping[str, Any]]
-    exclude: Sequence[Any] = ()
     k: int | None = None
     explore: bool = False
-    user: Mapping[str, Any] | None = None
-    context: Mapping[str, Any] | None = None
     allow: Wanted | None = None
     deny: Wanted | None = None
     variant: str = ""
@@ -147,13 +139,7 @@ class Ranker:
     def _rank(self, loaded: LoadedBundle, queries: Sequence[Query]) -> list[Shown]:
         bundle = loaded.bundle
         lengths = [bundle.k if query.k is None else validate_k(query.k, bundle.k) for query in queries]
-        reader = bundle.reader
-        read = reader.read_requests(
-            [(query.history, query.exclude) for query in queries],
-            user_features=None if reader.features.user is None else [query.user or {} for query in queries],
-            context=None if reader.features.context is None else [query.context or {} for query in queries],
-            at=milliseconds(None),
-        )
+        read = bundle.reader.read_requests(queries, milliseconds(None))
         ((_, inputs),) = read.batches(len(queries))
         inputs = inputs._replace(allowed=_masks(bundle, queries))
         top_items, scores = bundle.runtime.recommend(inputs, bundle.k)

@@ -288,7 +288,7 @@ class Service:
             _event(event, known, f"history.{place}") if "behaviors" in event or "context" in event else event
             for place, event in enumerate(request.history)
         ]
-        return Query(history, request.exclude, request.k, explores, user, context, request.allow, request.deny, variant)
+        return Query(history, request.exclude, user, context, request.k, explores, request.allow, request.deny, variant)
 
     def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
         with self.metrics.batch_seconds.time():

@@ -36,7 +36,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
 from recpo.serving import recommending
-from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.histories import EncodedHistories, HistoryReader, Request
 from recpo.serving.manifest import ITEMS, REMEDY, WEIGHTS, BundleManifest, readable
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, IndexRuntime, OnnxRuntime, Runtime
 
@@ -203,7 +203,7 @@ class Bundle:
             RecpoError: see ``recommend``.
         """
         k = recommending.validate_k(self.k if k is None else k, self.k)
-        inputs = self.reader.read_request(events, exclude, user, context, recommending.milliseconds(at))
+        inputs = self.reader.read_request(Request(events, exclude, user, context), recommending.milliseconds(at))
         allowed = self.filters.allowed(allow, deny)
         return self.ranked(inputs if allowed is None else inputs._replace(allowed=allowed[None]), k)
 
@@ -353,8 +353,8 @@ def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dic
 
 def _answer(bundle: Bundle, request: Mapping[str, Any], k: int) -> list[tuple[Any, float]]:
     """The answer at any time: items that are not available yet, or no longer, are ranked as well."""
-    parts = request["history"], request["exclude"], request.get("user"), request.get("context")
-    return bundle.ranked(bundle.reader.read_request(*parts), k)
+    asked = Request(request["history"], request["exclude"], request.get("user"), request.get("context"))
+    return bundle.ranked(bundle.reader.read_request(asked), k)
 
 
 def _features(

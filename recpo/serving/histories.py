@@ -199,6 +199,23 @@ class _Events(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Request:
+    """What a policy reads of a user, for a server that has it as Python objects.
+
+    Attributes:
+        history: the user's past, in any order; keys are the columns of a history without ``user_id``; may be empty.
+        exclude: external ids that must not be listed.
+        user: features of the user, by the columns of the prepared user table.
+        context: features of the request, by name.
+    """
+
+    history: Sequence[Mapping[str, Any]]
+    exclude: Sequence[Any] = ()
+    user: Mapping[str, Any] | None = None
+    context: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class HistoryReader:
     """Reads histories for one policy, given its items, its feedback definition and its length.
 
@@ -324,62 +341,31 @@ class HistoryReader:
             None if fitted.context is None else _contexts(fitted.context, contexts, rows, context, served),
         )
 
-    def read_request(
-        self,
-        events: Sequence[Mapping[str, Any]],
-        exclude: Sequence[Any] = (),
-        user: Mapping[str, Any] | None = None,
-        context: Mapping[str, Any] | None = None,
-        at: int | None = None,
-    ) -> EncodedHistories:
-        """The input of the policy for one user, for a server that has the request as Python objects.
-
-        Args:
-            events: the user's past, in any order; keys are the columns of a history without ``user_id``; may be empty.
-            exclude: items that must not be listed.
-            user: features of the user, by the columns of the prepared user table.
-            context: features of the request, by name.
-            at: as in ``read``.
+    def read_request(self, request: Request, at: int | None = None) -> EncodedHistories:
+        """The input of the policy for the user of one request.
 
         Raises:
             RecpoError: as in ``read``.
         """
-        read = self.read_requests(
-            [(events, exclude)],
-            user_features=None if user is None else [user],
-            context=None if context is None else [context],
-            at=at,
-        )
-        ((_, encoded),) = read.batches(1)
+        ((_, encoded),) = self.read_requests([request], at).batches(1)
         return encoded
 
-    def read_requests(
-        self,
-        requests: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any]]],
-        *,
-        user_features: Sequence[Mapping[str, Any]] | None = None,
-        context: Sequence[Mapping[str, Any]] | None = None,
-        at: int | None = None,
-    ) -> UserHistories:
-        """The input of the policy for the users of several requests, for a server that has them as Python objects.
+    def read_requests(self, requests: Sequence[Request], at: int | None = None) -> UserHistories:
+        """The input of the policy for the users of several requests, who are numbered in this order.
 
         Args:
-            requests: for each user, the events and the items to exclude, as in ``read_request``. The users of the
-                result are numbered in this order.
-            user_features: for each user, the features, by the columns of the prepared user table.
-            context: for each request, its features by name.
+            requests: the requests.
             at: as in ``read``.
 
         Raises:
             RecpoError: as in ``read``; a fault in one request fails all of them.
         """
-        events = [event for history, _ in requests for event in history]
-        named = [item for _, items in requests for item in items]
+        events = [event for request in requests for event in request.history]
+        named = [item for request in requests for item in request.exclude]
         numbers = np.arange(len(requests))
-        owner = numbers.repeat([len(history) for history, _ in requests])
-        named_owner = numbers.repeat([len(items) for _, items in requests])
-        features = None if user_features is None else _rows(user_features)
-        now = None if context is None else _rows(context)
+        owner = numbers.repeat([len(request.history) for request in requests])
+        named_owner = numbers.repeat([len(request.exclude) for request in requests])
+        features, now = (_rows([getattr(request, side) or {} for request in requests]) for side in ("user", "context"))
         plain, barred = self._plain_events(owner, events), self._plain_items(named)
         if plain is not None and barred is not None:
             contexts = {name: [event.get(name) for event in events] for name in self._context_names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ import pytest
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
-from recpo.serving.histories import HistoryReader, ServingCounts
+from recpo.serving.histories import HistoryReader, Request, ServingCounts
 from tests.cutoffs import quarters
 from tests.refusals import refused
 
@@ -63,7 +64,7 @@ def test_events_are_sorted_by_user_and_time_and_ties_keep_their_order():
     ],
 )
 def test_levels_come_from_raw_feedback(event, level):
-    inputs = READER.read_request([{"item_id": "b", "timestamp": T0, "duration": 10.0, **event}])
+    inputs = READER.read_request(Request([{"item_id": "b", "timestamp": T0, "duration": 10.0, **event}]))
     assert inputs.feedback.tolist() == [[level, 0, 0]]
 
 
@@ -214,7 +215,7 @@ def test_no_events_and_no_users():
     new = encoded(READER.read(events(), users=["x", "y"], exclude={"user_id": ["y"], "item_id": ["e"]}))
     assert new.item_ids.tolist() == [[0, 0, 0]] * 2
     assert new.exclude.tolist() == [[0], [5]]
-    assert READER.read_request([], exclude=["d", "?"]).exclude.tolist() == [[4]]
+    assert READER.read_request(Request([], ["d", "?"])).exclude.tolist() == [[4]]
 
 
 def of_requests(generator, ids, times):
@@ -264,7 +265,7 @@ def test_requests_are_read_as_the_same_events_in_a_frame(ids, times, seed):
         exclude={"user_id": [user for user, _ in excluded], "item_id": [item for _, item in excluded]},
         users=range(len(requests)),
     )
-    found = reader.read_requests(requests)
+    found = reader.read_requests(list(itertools.starmap(Request, requests)))
     assert found.counts == expected.counts
     for one, other in zip(encoded(found), encoded(expected), strict=True):
         assert (one is None) == (other is None)
