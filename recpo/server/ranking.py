@@ -164,8 +164,8 @@ class Ranker:
         external = bundle.items.listed(np.concatenate([slate.items for slate in slates]))
         ends = np.cumsum([len(slate.items) for slate in slates]).tolist()
         return [
-            _shown(loaded, slate, external[end - len(slate.items) : end], own[row])
-            for row, (slate, end) in enumerate(zip(slates, ends, strict=True))
+            _shown(loaded, query, slate, external[end - len(slate.items) : end], scores)
+            for query, slate, end, scores in zip(queries, slates, ends, own, strict=True)
         ]
 
     def _drawn(
@@ -208,10 +208,11 @@ def _best(top_items: np.ndarray) -> Slate:
     return Slate(top_items[:listed], np.full(listed, 1 / max(1, listed)), np.zeros(listed, bool), False, places)
 
 
-def _shown(bundle: LoadedBundle, slate: Slate, items: list[Any], scores: np.ndarray) -> Shown:
+def _shown(bundle: LoadedBundle, query: Query, slate: Slate, items: list[Any], scores: np.ndarray) -> Shown:
     of_places = scores.tolist()
     known = [of_places[place] if place >= 0 else None for place in slate.positions.tolist()]
-    return Shown(bundle, items, known, slate.propensity.tolist(), slate.explored.tolist(), slate.is_random)
+    propensity, explored = slate.propensity.tolist(), slate.explored.tolist()
+    return Shown(bundle, items, known, propensity, explored, slate.is_random, query.variant or None)
 
 
 _SHORT_S = 0.004  # a batch that is done sooner may keep the event loop waiting

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -295,14 +294,12 @@ class Service:
             if self.options.interleave is not None:
                 both = {name: versions.current for name, versions in self.of_variant.items()}
                 return self._ranker.interleave(self.options.interleave, both, queries)
-            if not self.variants:
-                return self._ranker.rank(self.versions.current, queries)
             answers: dict[int, Shown | Exception] = {}
             for name, versions in self.of_variant.items():
                 rows = [row for row, query in enumerate(queries) if query.variant == name]
-                shown = self._ranker.rank(versions.current, [queries[row] for row in rows]) if rows else []
-                named = [one if isinstance(one, Exception) else replace(one, variant=name) for one in shown]
-                answers.update(zip(rows, named, strict=True))
+                if rows:
+                    shown = self._ranker.rank(versions.current, [queries[row] for row in rows])
+                    answers.update(zip(rows, shown, strict=True))
             return [answers[row] for row in range(len(queries))]
 
     def _variant(self, user_id: int | str) -> str:
