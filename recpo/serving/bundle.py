@@ -167,7 +167,6 @@ class Bundle:
             RecpoError: a column is missing, has a wrong type or impossible values; or k is not an integer in its range.
         """
         k, allowed = recommending.validate_k(self.k if k is None else k, self.k), self.filters.allowed(allow, deny)
-        self.reader.validate_columns(histories, user_features, context)
         sides = {"user_features": user_features, "context": context}
         read = self.reader.read(histories, exclude=exclude, users=users, at=recommending.milliseconds(at), **sides)
         return recommending.recommend_lists(self.runtime, self.items, read, k=k, allowed=allowed).to_pandas()

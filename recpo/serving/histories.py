@@ -260,8 +260,8 @@ class HistoryReader:
             exclude: ``user_id`` and ``item_id`` pairs that must not be listed, in addition to the items of the history.
             users: the users to serve, in this order; a user without events is served as a new user. None = the users of
                 ``histories``, in the order of their first rows.
-            user_features: ``user_id`` and columns as in the prepared user table. For users without a row, and for
-                absent columns, the features are missing. Ignored if the policy does not read features of users.
+            user_features: ``user_id`` and columns as in the prepared user table. For users without a row, the features
+                are missing. Ignored if the policy does not read features of users.
             context: ``user_id`` and features of the current request by name; missing as above.
             at: when the lists are made, milliseconds since the epoch: items that are not available then are excluded.
                 None = items are available at any time.
@@ -271,6 +271,7 @@ class HistoryReader:
                 user is named twice.
         """
         table = to_arrow(histories, "histories")
+        self._validate_columns(table, user_features, context)
         owner = id_column(table, USER_ID, "histories")
         served = owner.unique() if users is None else _asked_for(users)
         events = self._events(
@@ -365,19 +366,15 @@ class HistoryReader:
         numbers = np.arange(len(requests))
         owner = numbers.repeat([len(request.history) for request in requests])
         named_owner = numbers.repeat([len(request.exclude) for request in requests])
-        features, now = (_rows([getattr(request, side) or {} for request in requests]) for side in ("user", "context"))
+        features = _rows([request.user or {} for request in requests], self._user_columns)
+        now = _rows([request.context or {} for request in requests], self._context_names)
         plain, barred = self._plain_events(owner, events), self._plain_items(named)
         if plain is not None and barred is not None:
             contexts = {name: [event.get(name) for event in events] for name in self._context_names}
             given = pa.array(numbers), plain, (named_owner, barred), contexts
             return self._assembled(*given, user_features=features, context=now, at=at)
-        columns = {
-            name: [event.get(name) for event in events]
-            for name in self.columns[1:]
-            if name in (ITEM_ID, TIMESTAMP) or any(name in event for event in events)
-        }
         return self.read(
-            {USER_ID: owner, **columns},
+            {USER_ID: owner, **{name: [event.get(name) for event in events] for name in self.columns[1:]}},
             exclude={USER_ID: named_owner, ITEM_ID: named},
             users=numbers,
             user_features=features,
@@ -435,15 +432,15 @@ class HistoryReader:
         """The columns that are read for an event."""
         return (*EVENT_COLUMNS, *self.features.behaviors, *self._context_names)
 
-    def validate_columns(self, histories: Frame, user_features: Frame | None, context: Frame | None) -> None:
+    def _validate_columns(self, histories: pa.Table, user_features: Frame | None, context: Frame | None) -> None:
         """Raises ``RecpoError`` if frames lack columns that the policy reads, with one message for all of them.
 
         A null says that a value is unknown. A column must not be missing silently.
         """
-        known, lacking = self.features.user, []
+        lacking = []
         for name, frame, wanted in (
             ("histories", histories, [*self.features.behaviors, *self._context_names]),
-            ("user_features", user_features, [] if known is None else [one.source for one in known.features]),
+            ("user_features", user_features, self._user_columns),
             ("context", context, self._context_names),
         ):
             columns = [] if frame is None or not wanted else to_arrow(frame, name).column_names
@@ -455,6 +452,11 @@ class HistoryReader:
                 "value is not known"
             )
             raise RecpoError(message, code="missing_column", field=lacking[0])
+
+    @property
+    def _user_columns(self) -> tuple[str, ...]:
+        user = self.features.user
+        return () if user is None else tuple(feature.source for feature in user.features)
 
     @property
     def _context_names(self) -> tuple[str, ...]:
@@ -527,9 +529,8 @@ def _asked_for(users: Iterable[Any]) -> pa.Array:
     return asked
 
 
-def _rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A frame of the given facts about users 0, 1, ..."""
-    names = dict.fromkeys(name for row in rows for name in row)
+def _rows(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """A frame of the named facts about users 0, 1, ..."""
     return {**{name: [row.get(name) for row in rows] for name in names}, USER_ID: np.arange(len(rows))}
 
 

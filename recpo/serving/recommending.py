@@ -280,7 +280,6 @@ def score_candidates(
     """
     table = to_arrow(candidates, "candidates")
     owner, items = id_column(table, USER_ID, "candidates"), reader.known_items(table, "candidates")
-    reader.validate_columns(histories, user_features, context)
     read = reader.read(histories, users=owner.unique(), user_features=user_features, context=context)
     user = rows_of_users(owner, read.users, "candidates")
     order = np.argsort(user, kind="stable")

@@ -195,7 +195,6 @@ class _ServedBundle:
         past = pa.table({USER_ID: asked[row], ITEM_ID: self._known.to_external(exclude.numpy()[row, column])})
         events, now = self._histories.events(asked), self._histories.requests(asked)
         people = self._histories.user_features(asked)
-        reader.validate_columns(events, people, now)
         read = reader.read(events, exclude=past, users=asked, user_features=people, context=now, at=self._at)
         ((_, inputs),) = read.batches(len(asked))
         top_items, scores = self._bundle.runtime.recommend(inputs, k)

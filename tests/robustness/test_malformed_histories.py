@@ -89,7 +89,6 @@ def reader(kind):
 def lists_of(kind, histories, **options):
     """What ``Bundle.recommend`` does with a frame."""
     read = reader(kind)
-    read.validate_columns(histories, None, None)
     return recommend_lists(RUNTIME, read.items, read.read(histories, at=milliseconds(None), **options), k=K)
 
 

@@ -258,7 +258,9 @@ def test_requests_are_read_as_the_same_events_in_a_frame(ids, times, seed):
     )
     requests = of_requests(np.random.default_rng(seed), ids, times)
     rows = [{"user_id": user, **event} for user, (history, _) in enumerate(requests) for event in history]
-    names = dict.fromkeys(["user_id", "item_id", "timestamp", *(name for row in rows for name in row)])
+    names = dict.fromkeys(
+        ["user_id", "item_id", "timestamp", *reader.features.behaviors, *(name for row in rows for name in row)]
+    )
     excluded = [(user, item) for user, (_, items) in enumerate(requests) for item in items]
     expected = reader.read(
         {name: [row.get(name) for row in rows] for name in names},
