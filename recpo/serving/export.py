@@ -361,26 +361,18 @@ def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, A
         kept_features(policy, run.root),
         run.configuration["policy"].get("init_args", {}),
         origin,
-        card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
+        card_facts(run, measured),
     )
 
 
-def card_facts(
-    configuration: Mapping[str, Any],
-    origin: Mapping[str, Any],
-    results: Mapping[str, float | None],
-    monitor: str | None,
-    evaluation: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def card_facts(run: Run, evaluation: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The facts about a run for the model card of its bundle.
 
     Args:
-        configuration: its options.
-        origin: content of ``origin.json``.
-        results: its last metrics.
-        monitor: the metric that selected its best checkpoint.
+        run: the run.
         evaluation: what ``evaluation_facts`` found; None = nothing.
     """
+    configuration, origin = run.configuration, run.origin
     data, base = configuration.get("data", {}).get("init_args", {}), configuration.get("init_from")
     said = {
         "objective": _name(configuration.get("objective")),
@@ -388,8 +380,8 @@ def card_facts(
         "init_from": Path(str(base)).name if base is not None else origin.get("tilted", {}).get("run"),
         "seed": configuration.get("seed"),
         "data seed": data.get("seed"),
-        "monitor": monitor,
-        "results": results,
+        "monitor": run.monitor,
+        "results": run.results,
         "data": origin.get("data"),
         "evaluation": evaluation,
     }
