@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts.checksums import MARKER, kind_of
-from recpo.artifacts.documents import WRITING, os_errors
+from recpo.artifacts.documents import writing_errors
 from recpo.artifacts.outputs import locked_parent, output_file, write_json
 from recpo.base.errors import RecpoError, validate_range
 from recpo.lists.interleaving import Interleaving
@@ -209,7 +209,7 @@ def validate_log_directory(root: Path, bundles: Iterable[Path]) -> None:
             )
             raise RecpoError(message, code="conflicting_options", field="log")
     if place.exists():
-        with os_errors(place, WRITING), locked_parent(place / JOURNAL):
+        with writing_errors(place), locked_parent(place / JOURNAL):
             _validate_files(place, root)
 
 
@@ -247,7 +247,7 @@ class ImpressionLog:
     ) -> None:
         self.root, self.layout, self.outcome_window_s = root, layout, outcome_window_s
         self._journal = root / JOURNAL
-        with os_errors(root, WRITING):
+        with writing_errors(root):
             self._journal.mkdir(parents=True, exist_ok=True)
             with locked_parent(self._journal):
                 _validate_files(root, root)
