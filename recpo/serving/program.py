@@ -121,7 +121,7 @@ class CatalogSearch(nn.Module):
                 "catalog, alone or tilted; leave it at float32"
             )
             raise RecpoError(message, code="unsupported", field="item_precision")
-        self.num_items, self.max_history, self.precision = policy.num_items, policy.max_history, precision
+        self.num_items, self.max_history = policy.num_items, policy.max_history
         vectors, rooted = item_matrix(policy)
         self.table = catalog_search.BlockedTable(vectors, precision, rooted, block_rows)
         self.encoder: Any = _reading(policy, self.table, vectors, block_rows)
