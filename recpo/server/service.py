@@ -379,7 +379,7 @@ def _open_log(root: Path, bundle: Bundle, options: ServerOptions) -> ImpressionL
     )
     names = layout.schema.names
     twice = sorted({name for name in names if names.count(name) > 1})
-    if options.variant and twice:
+    if twice:
         message = (
             f"log: the bundle reads {', '.join(twice)}, a name that a column of the log has: rename the behavior or "
             "the feature"

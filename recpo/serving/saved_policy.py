@@ -138,9 +138,8 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
     except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
         message = f"{root}: weights and options of {name} do not fit ({error}): export it again"
         raise RecpoError(message, code="damaged", field=name) from error
-    reads = policy.reads_timestamps, policy.reads_behaviors, policy.reads_user, policy.reads_context
-    told = manifest.reads
-    if (policy.max_history, *reads) != (manifest.max_history, told.timestamps, *told.batches):
+    told = manifest.max_history, manifest.reads_timestamps, manifest.reads.batches
+    if (policy.max_history, policy.reads_timestamps, policy.reads) != told:
         message = f"{root}: options of {name} do not fit the manifest: export it again"
         raise RecpoError(message, code="mismatch", field=name)
     return policy.eval()
