@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,7 @@ class Metrics:
 
     def of_histories(self, counts: ServingCounts) -> None:
         """Records the histories of a batch."""
-        for what, number in counts.to_dict().items():
+        for what, number in asdict(counts).items():
             if number and what not in ("users", "events"):
                 self.left_out.labels(what).inc(number)
 

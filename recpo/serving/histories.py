@@ -94,10 +94,6 @@ class ServingCounts:
         """The sum of two counts."""
         return ServingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
-    def to_dict(self) -> dict[str, int]:
-        """By name, for JSON."""
-        return dict(vars(self))
-
 
 class PerUser(NamedTuple):
     """Columns of all users, concatenated: the values of user u are ``values[name][offsets[u] : offsets[u + 1]]``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -210,7 +210,7 @@ class Served(NamedTuple):
     def to_pandas(self) -> pd.DataFrame:
         """The table; the counts are in ``attrs["counts"]``, by name."""
         frame = self.table.to_pandas()
-        frame.attrs["counts"] = self.counts.to_dict()
+        frame.attrs["counts"] = asdict(self.counts)
         return frame
 
 

@@ -208,7 +208,7 @@ class _ServedBundle:
     def counts(self) -> dict[str, int]:
         """Counts of served and skipped events so far."""
         # past items outside the bundle's catalog cannot be listed anyway
-        counts = {name: value for name, value in self._served.to_dict().items() if not name.startswith("unknown_")}
+        counts = {name: value for name, value in asdict(self._served).items() if not name.startswith("unknown_")}
         strange = sum(int((one > len(self._known)).sum()) for one in self.lists)
         return counts | {"unknown_items": self._served.unknown_items, "places_of_items_not_in_data": strange}
 
