@@ -264,13 +264,15 @@ def loaded(port: int, clients: int, seconds: float, warm: float, items: int) -> 
 
 def below_http(items: int, bundle: Path, repeats: int) -> dict[str, float]:
     from recpo.serving.bundle import Bundle
+    from recpo.serving.histories import Request
 
     opened = Bundle.open(bundle)
     request = json.loads(bodies(items)[0])
-    inputs = opened.reader.read_request(request["history"])
+    past = Request(request["history"])
+    inputs = opened.reader.read_request(past)
     table, vector = np.ones((items, DIM), np.float32), np.ones(DIM, np.float32)
     parts = {
-        "read_ms": lambda: opened.reader.read_request(request["history"]),
+        "read_ms": lambda: opened.reader.read_request(past),
         "session_ms": lambda: opened.runtime.recommend(inputs, K),
         "table_pass_ms": lambda: table @ vector,
     }

@@ -128,12 +128,6 @@ def kind_of(directory: Path | str) -> Kind | None:
     return kind if kind in get_args(Kind) else None
 
 
-def other_kind(directory: Path | str, expected: Kind) -> str | None:
-    """What a directory is instead, for messages: " but a run"; None if it is as expected, or recpo did not write it."""
-    kind = kind_of(directory)
-    return None if kind in (None, expected) else f" but {described(kind)}"
-
-
 def described(kind: Kind) -> str:
     """A kind as a message names it: "a run"."""
     names = {

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -66,7 +66,7 @@ _REMEDIES: Final = {
     errno.ENOMEM: "out of memory",
 }
 #: errors of writing; other errors may come from files that are read in the meantime
-WRITING: Final = (
+_WRITING: Final = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST),
 )
@@ -86,13 +86,13 @@ def describe_os_error(error: OSError, path: Path | str | None = None) -> str:
 
 
 @contextmanager
-def os_errors(path: Path, errors: Container[int]) -> Iterator[None]:
-    """Turns ``errors`` that come from the operating system into a ``RecpoError`` that names ``path``."""
+def writing_errors(path: Path) -> Iterator[None]:
+    """Turns errors of the operating system in writing into a ``RecpoError`` that names ``path``."""
     try:
         yield
     except Exception as error:
         reported = error if isinstance(error, OSError) else _reported_by(error)
-        if reported is None or reported.errno not in errors:
+        if reported is None or reported.errno not in _WRITING:
             raise
         raise RecpoError(describe_os_error(reported, path), code="failed") from error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recpo.artifacts.checksums import MARKER, Kind, kind_of, marker, seal, sha256
-from recpo.artifacts.documents import WRITING, describe_os_error, flush, flush_tree, os_errors
+from recpo.artifacts.documents import describe_os_error, flush, flush_tree, writing_errors
 from recpo.base.errors import RecpoError
 
 UNFINISHED: Final = ".recpo-unfinished-"
@@ -175,7 +175,7 @@ def output_directory(
             Later, it cannot be written (a full disk, permissions).
     """
     place = validate_output_directory(target, kind=kind, overwrite=overwrite, inputs=inputs)
-    with os_errors(place, WRITING), parents(place), _claimed(place, target, kind, overwrite) as working:
+    with writing_errors(place), parents(place), _claimed(place, target, kind, overwrite) as working:
         yield working
         if names := [name for name in sealed if (working / name).is_file()]:
             content = seal({"kind": kind, "files": {name: sha256(working / name) for name in names}})
@@ -230,7 +230,7 @@ def output_file(target: Path | str, *, overwrite: bool = True, inputs: Iterable[
             or exists and ``overwrite`` is False. Later, it cannot be written.
     """
     place = validate_output_file(target, overwrite=overwrite, inputs=inputs)
-    with os_errors(place, WRITING), parents(place):
+    with writing_errors(place), parents(place):
         working = unused(place, UNFINISHED)
         lock = os.open(working, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         try:
@@ -396,7 +396,7 @@ def directory_in_place(
         RecpoError: another process writes the directory, or it cannot be written.
     """
     place = Path(os.path.realpath(target))
-    with os_errors(place, WRITING), parents(place), ExitStack() as locks:
+    with writing_errors(place), parents(place), ExitStack() as locks:
         with locked_parent(place):
             finish_or_remove_leftovers(place)
             check()

@@ -81,33 +81,24 @@ def create_app(service: Service) -> Gate:
         """Metrics for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    for kind in _STATUS:
+    for kind in (RecpoError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_error)
-    app.add_exception_handler(HTTPException, _on_error)
-    return Gate(app, service, [_Direct(route) for route in recommend.routes if isinstance(route, APIRoute)])
+    return Gate(app, service, [route for route in recommend.routes if isinstance(route, APIRoute)])
 
 
-class _Direct:
-    """A route of which ``Gate`` calls the function itself.
+async def _answer_of(route: APIRoute, model: type[BaseModel], body: bytes, x_request_id: str) -> Response:
+    """The answer of a route's function to a body, which is a ``model``, or the fault in it.
 
     The layers of FastAPI between the two would cost as much as reading and ranking a history.
     """
-
-    def __init__(self, route: APIRoute) -> None:
-        self.route = route
-        self._model: type[BaseModel] = signature(route.endpoint, eval_str=True).parameters["body"].annotation
-
-    async def __call__(self, body: bytes, x_request_id: str) -> Response:
-        """The answer to a body, or the fault in it."""
-        try:
-            answer: Response = await self.route.endpoint(self._model.model_validate_json(body))
-        except ValidationError as error:
-            wrong = error.errors(include_url=False, include_context=False, include_input=False)
-            return _fault(x_request_id, 422, _wrong_fields([{**one, "loc": ("body", *one["loc"])} for one in wrong]))
-        except tuple(_STATUS) as error:
-            return _fault_of(x_request_id, error)
-        return answer
+    try:
+        answer: Response = await route.endpoint(model.model_validate_json(body))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)
+        return _fault(x_request_id, 422, _wrong_fields([{**one, "loc": ("body", *one["loc"])} for one in wrong]))
+    except tuple(_STATUS) as error:
+        return _fault_of(x_request_id, error)
+    return answer
 
 
 def _recommend_routes(service: Service) -> APIRouter:
@@ -300,8 +291,11 @@ class Gate:
         direct: routes of POST that are called without the application.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, direct: Sequence[_Direct]) -> None:
-        self._direct = {one.route.path: one for one in direct}
+    def __init__(self, app: ASGIApp, service: Service, direct: Sequence[APIRoute]) -> None:
+        self._direct = {
+            route.path: (route, signature(route.endpoint, eval_str=True).parameters["body"].annotation)
+            for route in direct
+        }
         self.app, self._service, options = app, service, service.options
         self._max_body = options.max_body_kb << 10
         self._too_large = 413, f"the body is larger than {self._max_body:,} bytes: send a shorter history"
@@ -348,9 +342,10 @@ class Gate:
         body = b"" if refused else await self._body(receive)
         if refused is not None or body is None:
             await _fault(x_request_id, *(refused or self._too_large))(scope, receive, send)
-        elif scope["method"] == "POST" and (direct := self._direct.get(scope["path"])) is not None:
-            scope["route"] = direct.route
-            response = await direct(body, x_request_id)
+        elif scope["method"] == "POST" and scope["path"] in self._direct:
+            route, model = self._direct[scope["path"]]
+            scope["route"] = route
+            response = await _answer_of(route, model, body, x_request_id)
             await response(scope, receive, send)
         else:
             await self.app(scope, _replay(body, receive), send)

@@ -21,7 +21,7 @@ from typing import Final, Self
 
 import pyarrow as pa
 
-from recpo.artifacts.checksums import kind_of, other_kind, sha256
+from recpo.artifacts.checksums import described, kind_of, sha256
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import locked_parent, write_json
 from recpo.base.errors import RecpoError
@@ -298,8 +298,8 @@ def _versions(path: Path) -> list[str]:
 
 def _newest(path: Path) -> str:
     names = _versions(path)
-    if not names and (other := other_kind(path, "bundle")):
-        message = f"{path} is not a bundle{other}: make a bundle with `recpo export`"
+    if not names and (kind := kind_of(path)) is not None:
+        message = f"{path} is not a bundle but {described(kind)}: make a bundle with `recpo export`"
         raise RecpoError(message, code="wrong_file", field=str(path))
     if not names:
         message = f"{path} is not a bundle and contains none: make one with `recpo export --out {path}/VERSION`"

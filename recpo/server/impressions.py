@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts.checksums import MARKER, kind_of
-from recpo.artifacts.documents import WRITING, os_errors
+from recpo.artifacts.documents import writing_errors
 from recpo.artifacts.outputs import locked_parent, output_file, write_json
 from recpo.base.errors import RecpoError, validate_range
 from recpo.lists.interleaving import Interleaving
@@ -209,7 +209,7 @@ def validate_log_directory(root: Path, bundles: Iterable[Path]) -> None:
             )
             raise RecpoError(message, code="conflicting_options", field="log")
     if place.exists():
-        with os_errors(place, WRITING), locked_parent(place / JOURNAL):
+        with writing_errors(place), locked_parent(place / JOURNAL):
             _validate_files(place, root)
 
 
@@ -247,7 +247,7 @@ class ImpressionLog:
     ) -> None:
         self.root, self.layout, self.outcome_window_s = root, layout, outcome_window_s
         self._journal = root / JOURNAL
-        with os_errors(root, WRITING):
+        with writing_errors(root):
             self._journal.mkdir(parents=True, exist_ok=True)
             with locked_parent(self._journal):
                 _validate_files(root, root)
@@ -399,16 +399,12 @@ class Settled(NamedTuple):
 
     Attributes:
         files: Parquet files.
-        impressions: slates in them.
         rows: items in them.
-        outcomes: rows with an outcome.
         lost_bytes: bytes that are not a complete record: unacknowledged data of a killed process, or damage.
     """
 
     files: int = 0
-    impressions: int = 0
     rows: int = 0
-    outcomes: int = 0
     lost_bytes: int = 0
 
 
@@ -454,13 +450,12 @@ def settle(root: Path | str, outcome_window_s: float = 0.0) -> Settled:
 
 def _publish(root: Path, segment: _Segment, outcomes: Mapping[write_ahead.Address, Sequence[Outcome]]) -> Settled:
     place = write_ahead.segment_path(root / JOURNAL, *segment, write_ahead.CLOSING)
-    layout, rows, impressions, whole = None, [], 0, len(write_ahead.MAGIC)
+    layout, rows, whole = None, [], len(write_ahead.MAGIC)
     for offset, payload in write_ahead.read_records(place):
         whole += 8 + len(payload)
         if payload[:1] == HEADER:
             layout = LogLayout.from_header(payload)
         elif layout is not None and payload[:1] == IMPRESSION:
-            impressions += 1
             impression = Impression.from_payload(payload)
             address = write_ahead.Address(*segment, offset)
             rows += joined_rows(address, impression, outcomes.get(address, ()), layout)
@@ -470,16 +465,14 @@ def _publish(root: Path, segment: _Segment, outcomes: Mapping[write_ahead.Addres
     if lost and layout is None:
         place.rename(place.with_suffix(write_ahead.DAMAGED))
         return Settled(lost_bytes=lost)
-    joined = 0
     if layout is not None and rows:
         slot, number = segment
         begun = datetime.fromtimestamp(number / 1000, UTC)
         name = f"{begun:%Y%m%dT%H%M%S}.{number % 1000:03d}Z-{slot:03d}.parquet"
         with output_file(root / name) as working:
             pq.write_table(pa.Table.from_pylist(rows, layout.schema), working)
-        joined = sum(any(row[name] is not None for name in layout.outcomes) for row in rows)
     place.rename(place.with_suffix(write_ahead.DONE))
-    return Settled(int(bool(rows)), impressions, len(rows), joined, lost)
+    return Settled(int(bool(rows)), len(rows), lost)
 
 
 def _outcomes(

@@ -23,33 +23,25 @@ from recpo.lists.interleaving import Interleaving, interleave
 from recpo.lists.reranking import reranked_places
 from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.bundle import Bundle
-from recpo.serving.histories import EncodedHistories, ServingCounts
+from recpo.serving.histories import EncodedHistories, Request, ServingCounts
 from recpo.serving.recommending import Wanted, milliseconds, validate_k
 from recpo.serving.runtimes import excluded
 
 
 @dataclass(frozen=True)
-class Query:
+class Query(Request):
     """A query to the policy.
 
     Attributes:
-        history: raw events; keys are the columns of a history (``recpo.serving.histories``).
-        exclude: external ids that must not be listed.
         k: length of the slate; None = the bundle's maximum.
         explore: draw the slate; otherwise the best items in order.
-        user: features of the user, by the columns of the prepared user table.
-        context: features of the request, by name.
         allow: attribute -> values: only items that have one of the values of each attribute.
         deny: attribute -> values: no items that have one of the values.
         variant: the variant that ranks; "" = there are no variants, or two of them are interleaved.
     """
 
-    history: Sequence[Mapping[str, Any]]
-    exclude: Sequence[Any] = ()
     k: int | None = None
     explore: bool = False
-    user: Mapping[str, Any] | None = None
-    context: Mapping[str, Any] | None = None
     allow: Wanted | None = None
     deny: Wanted | None = None
     variant: str = ""
@@ -147,13 +139,7 @@ class Ranker:
     def _rank(self, loaded: LoadedBundle, queries: Sequence[Query]) -> list[Shown]:
         bundle = loaded.bundle
         lengths = [bundle.k if query.k is None else validate_k(query.k, bundle.k) for query in queries]
-        reader = bundle.reader
-        read = reader.read_requests(
-            [(query.history, query.exclude) for query in queries],
-            user_features=None if reader.features.user is None else [query.user or {} for query in queries],
-            context=None if reader.features.context is None else [query.context or {} for query in queries],
-            at=milliseconds(None),
-        )
+        read = bundle.reader.read_requests(queries, milliseconds(None))
         ((_, inputs),) = read.batches(len(queries))
         inputs = inputs._replace(allowed=_masks(bundle, queries))
         top_items, scores = bundle.runtime.recommend(inputs, bundle.k)
@@ -178,8 +164,8 @@ class Ranker:
         external = bundle.items.listed(np.concatenate([slate.items for slate in slates]))
         ends = np.cumsum([len(slate.items) for slate in slates]).tolist()
         return [
-            _shown(loaded, slate, external[end - len(slate.items) : end], own[row])
-            for row, (slate, end) in enumerate(zip(slates, ends, strict=True))
+            _shown(loaded, query, slate, external[end - len(slate.items) : end], scores)
+            for query, slate, end, scores in zip(queries, slates, ends, own, strict=True)
         ]
 
     def _drawn(
@@ -222,10 +208,11 @@ def _best(top_items: np.ndarray) -> Slate:
     return Slate(top_items[:listed], np.full(listed, 1 / max(1, listed)), np.zeros(listed, bool), False, places)
 
 
-def _shown(bundle: LoadedBundle, slate: Slate, items: list[Any], scores: np.ndarray) -> Shown:
+def _shown(bundle: LoadedBundle, query: Query, slate: Slate, items: list[Any], scores: np.ndarray) -> Shown:
     of_places = scores.tolist()
     known = [of_places[place] if place >= 0 else None for place in slate.positions.tolist()]
-    return Shown(bundle, items, known, slate.propensity.tolist(), slate.explored.tolist(), slate.is_random)
+    propensity, explored = slate.propensity.tolist(), slate.explored.tolist()
+    return Shown(bundle, items, known, propensity, explored, slate.is_random, query.variant or None)
 
 
 _SHORT_S = 0.004  # a batch that is done sooner may keep the event loop waiting

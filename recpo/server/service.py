@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -109,7 +109,7 @@ class Metrics:
 
     def of_histories(self, counts: ServingCounts) -> None:
         """Records the histories of a batch."""
-        for what, number in counts.to_dict().items():
+        for what, number in asdict(counts).items():
             if number and what not in ("users", "events"):
                 self.left_out.labels(what).inc(number)
 
@@ -288,21 +288,19 @@ class Service:
             _event(event, known, f"history.{place}") if "behaviors" in event or "context" in event else event
             for place, event in enumerate(request.history)
         ]
-        return Query(history, request.exclude, request.k, explores, user, context, request.allow, request.deny, variant)
+        return Query(history, request.exclude, user, context, request.k, explores, request.allow, request.deny, variant)
 
     def _rank(self, queries: Sequence[Query]) -> list[Shown | Exception]:
         with self.metrics.batch_seconds.time():
             if self.options.interleave is not None:
                 both = {name: versions.current for name, versions in self.of_variant.items()}
                 return self._ranker.interleave(self.options.interleave, both, queries)
-            if not self.variants:
-                return self._ranker.rank(self.versions.current, queries)
             answers: dict[int, Shown | Exception] = {}
             for name, versions in self.of_variant.items():
                 rows = [row for row, query in enumerate(queries) if query.variant == name]
-                shown = self._ranker.rank(versions.current, [queries[row] for row in rows]) if rows else []
-                named = [one if isinstance(one, Exception) else replace(one, variant=name) for one in shown]
-                answers.update(zip(rows, named, strict=True))
+                if rows:
+                    shown = self._ranker.rank(versions.current, [queries[row] for row in rows])
+                    answers.update(zip(rows, shown, strict=True))
             return [answers[row] for row in range(len(queries))]
 
     def _variant(self, user_id: int | str) -> str:
@@ -382,7 +380,7 @@ def _open_log(root: Path, bundle: Bundle, options: ServerOptions) -> ImpressionL
     )
     names = layout.schema.names
     twice = sorted({name for name in names if names.count(name) > 1})
-    if options.variant and twice:
+    if twice:
         message = (
             f"log: the bundle reads {', '.join(twice)}, a name that a column of the log has: rename the behavior or "
             "the feature"

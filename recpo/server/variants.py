@@ -30,7 +30,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -192,23 +191,16 @@ class EndedVariants:
     def __init__(self, root: Path, experiment: str) -> None:
         self.root, self.experiment = root, experiment
         self._path = root / ENDED
-        self._seen: tuple[int, int] | None = None
         self.names: frozenset[str] = frozenset()
         self.follow()
 
     def follow(self) -> frozenset[str]:
-        """The ended variants according to the file, which is only read if it has changed.
+        """The ended variants according to the file.
 
         Raises:
             RecpoError: the file is damaged. What was known before stays.
         """
-        seen = None
-        with suppress(FileNotFoundError):
-            found = self._path.stat()
-            seen = (found.st_mtime_ns, found.st_ino)
-        if seen != self._seen:
-            self.names = frozenset(self._read().get(self.experiment, {}))
-            self._seen = seen
+        self.names = frozenset(self._read().get(self.experiment, {}))
         return self.names
 
     def end(self, name: str, reason: Mapping[str, Any]) -> None:

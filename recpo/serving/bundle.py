@@ -36,7 +36,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
 from recpo.serving import recommending
-from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.histories import EncodedHistories, HistoryReader, Request
 from recpo.serving.manifest import ITEMS, REMEDY, WEIGHTS, BundleManifest, readable
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, IndexRuntime, OnnxRuntime, Runtime
 
@@ -167,7 +167,6 @@ class Bundle:
             RecpoError: a column is missing, has a wrong type or impossible values; or k is not an integer in its range.
         """
         k, allowed = recommending.validate_k(self.k if k is None else k, self.k), self.filters.allowed(allow, deny)
-        self.reader.validate_columns(histories, user_features, context)
         sides = {"user_features": user_features, "context": context}
         read = self.reader.read(histories, exclude=exclude, users=users, at=recommending.milliseconds(at), **sides)
         return recommending.recommend_lists(self.runtime, self.items, read, k=k, allowed=allowed).to_pandas()
@@ -203,7 +202,7 @@ class Bundle:
             RecpoError: see ``recommend``.
         """
         k = recommending.validate_k(self.k if k is None else k, self.k)
-        inputs = self.reader.read_request(events, exclude, user, context, recommending.milliseconds(at))
+        inputs = self.reader.read_request(Request(events, exclude, user, context), recommending.milliseconds(at))
         allowed = self.filters.allowed(allow, deny)
         return self.ranked(inputs if allowed is None else inputs._replace(allowed=allowed[None]), k)
 
@@ -250,7 +249,7 @@ def load_runtime(
     if engine == "torch":
         from recpo.serving.saved_policy import PolicyRuntime, load_policy
 
-        return PolicyRuntime(load_policy(root, manifest), manifest.k, manifest.reads)
+        return PolicyRuntime(load_policy(root, manifest), manifest)
     return (OnnxRuntime if manifest.index is None else IndexRuntime)(root, manifest, threads, provider)
 
 
@@ -353,8 +352,8 @@ def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dic
 
 def _answer(bundle: Bundle, request: Mapping[str, Any], k: int) -> list[tuple[Any, float]]:
     """The answer at any time: items that are not available yet, or no longer, are ranked as well."""
-    parts = request["history"], request["exclude"], request.get("user"), request.get("context")
-    return bundle.ranked(bundle.reader.read_request(*parts), k)
+    asked = Request(request["history"], request["exclude"], request.get("user"), request.get("context"))
+    return bundle.ranked(bundle.reader.read_request(asked), k)
 
 
 def _features(

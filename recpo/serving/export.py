@@ -51,8 +51,8 @@ from recpo.serving.program import (
     verify_runtime,
 )
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, validate_k
-from recpo.serving.runtimes import OUTPUTS, STATES, IndexOptions, IndexRuntime
-from recpo.serving.saved_policy import describe_policy, load_policy, save_item_encoders, save_policy
+from recpo.serving.runtimes import IndexOptions, IndexRuntime
+from recpo.serving.saved_policy import PolicyRuntime, describe_policy, load_policy, save_item_encoders, save_policy
 
 if TYPE_CHECKING:
     from recpo.training.run import Run
@@ -200,7 +200,7 @@ def write_engines(
         write_golden(Bundle(root, manifest, items, load_runtime(root, manifest, "onnx")))
         if manifest.options is not None:
             save_policy(policy, items, root)
-            verify_runtime(load_runtime(root, manifest, "torch"), policy, manifest.k)
+            verify_runtime(load_runtime(root, manifest, "torch"), PolicyRuntime(policy, manifest))
     return manifest
 
 
@@ -233,26 +233,27 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
     """The program that ranks the complete catalog, compared with the policy."""
     from recpo.serving.onnx_program import save_onnx
 
-    ranker, k = ranker_of(policy, manifest.item_precision), manifest.k
+    ranker = ranker_of(policy, manifest.item_precision)
     # a program that scores a small catalog at once takes forbidden items as ids
     masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
     manifest = replace(manifest, mask=masked)
-    program = ServingProgram(ranker, k, manifest.reads)
-    save_onnx(program, root / ONNX_PROGRAM, OUTPUTS)
-    runtime = load_runtime(root, manifest, "onnx")
+    program = ServingProgram(ranker, manifest.k, manifest.reads)
+    save_onnx(program, root / ONNX_PROGRAM)
+    runtime, exact = load_runtime(root, manifest, "onnx"), PolicyRuntime(policy, manifest)
     if manifest.item_precision == "float32":
-        verify_runtime(runtime, policy, k)
+        verify_runtime(runtime, exact)
         return manifest
-    return replace(manifest, agreement=verify_rounded(runtime, program, policy, k, manifest.item_precision))
+    return replace(manifest, agreement=verify_rounded(runtime, program, exact, manifest.item_precision))
 
 
 def _write_index(policy: Policy, manifest: BundleManifest, root: Path, options: IndexOptions) -> BundleManifest:
     """The program that computes states, and the index, compared with the policy."""
     from recpo.serving.onnx_program import save_onnx
 
-    manifest = replace(manifest, index=build_index(policy, manifest.k, options, root, manifest.reads))
-    save_onnx(ServingProgram(policy, None, manifest.reads), root / ONNX_PROGRAM, (STATES,))
-    verify_index(IndexRuntime(root, manifest), policy, manifest.k)
+    program = ServingProgram(policy, None, manifest.reads)
+    manifest = replace(manifest, index=build_index(program, manifest.k, options, root))
+    save_onnx(program, root / ONNX_PROGRAM)
+    verify_index(IndexRuntime(root, manifest), program)
     return manifest
 
 
@@ -300,7 +301,7 @@ def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = Fal
                 "it in CXX), or serve the bundle with ONNX Runtime"
             )
             raise RecpoError(message, code="not_installed", field="compile") from error
-        verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), policy, manifest.k)
+        verify_runtime(TorchProgramRuntime(load_package(str(file)), manifest), PolicyRuntime(policy, manifest))
         copyfile(file, working)
 
 
@@ -360,27 +361,19 @@ def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, A
         run.kept_features(policy),
         run.configuration["policy"].get("init_args", {}),
         origin,
-        card_facts(run.configuration, run.origin, run.results, run.monitor, measured),
+        card_facts(run, measured),
         bool(data.get("repeats")),
     )
 
 
-def card_facts(
-    configuration: Mapping[str, Any],
-    origin: Mapping[str, Any],
-    results: Mapping[str, float | None],
-    monitor: str | None,
-    evaluation: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def card_facts(run: Run, evaluation: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The facts about a run for the model card of its bundle.
 
     Args:
-        configuration: its options.
-        origin: content of ``origin.json``.
-        results: its last metrics.
-        monitor: the metric that selected its best checkpoint.
+        run: the run.
         evaluation: what ``evaluation_facts`` found; None = nothing.
     """
+    configuration, origin = run.configuration, run.origin
     data, base = configuration.get("data", {}).get("init_args", {}), configuration.get("init_from")
     said = {
         "objective": _name(configuration.get("objective")),
@@ -388,8 +381,8 @@ def card_facts(
         "init_from": Path(str(base)).name if base is not None else origin.get("tilted", {}).get("run"),
         "seed": configuration.get("seed"),
         "data seed": data.get("seed"),
-        "monitor": monitor,
-        "results": results,
+        "monitor": run.monitor,
+        "results": run.results,
         "data": origin.get("data"),
         "evaluation": evaluation,
     }

@@ -94,10 +94,6 @@ class ServingCounts:
         """The sum of two counts."""
         return ServingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
-    def to_dict(self) -> dict[str, int]:
-        """By name, for JSON."""
-        return dict(vars(self))
-
 
 class PerUser(NamedTuple):
     """Columns of all users, concatenated: the values of user u are ``values[name][offsets[u] : offsets[u + 1]]``."""
@@ -199,6 +195,23 @@ class _Events(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Request:
+    """What a policy reads of a user, for a server that has it as Python objects.
+
+    Attributes:
+        history: the user's past, in any order; keys are the columns of a history without ``user_id``; may be empty.
+        exclude: external ids that must not be listed.
+        user: features of the user, by the columns of the prepared user table.
+        context: features of the request, by name.
+    """
+
+    history: Sequence[Mapping[str, Any]]
+    exclude: Sequence[Any] = ()
+    user: Mapping[str, Any] | None = None
+    context: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class HistoryReader:
     """Reads histories for one policy, given its items, its feedback definition and its length.
 
@@ -243,8 +256,8 @@ class HistoryReader:
             exclude: ``user_id`` and ``item_id`` pairs that must not be listed, in addition to the items of the history.
             users: the users to serve, in this order; a user without events is served as a new user. None = the users of
                 ``histories``, in the order of their first rows.
-            user_features: ``user_id`` and columns as in the prepared user table. For users without a row, and for
-                absent columns, the features are missing. Ignored if the policy does not read features of users.
+            user_features: ``user_id`` and columns as in the prepared user table. For users without a row, the features
+                are missing. Ignored if the policy does not read features of users.
             context: ``user_id`` and features of the current request by name; missing as above.
             at: when the lists are made, milliseconds since the epoch: items that are not available then are excluded.
                 None = items are available at any time.
@@ -254,6 +267,7 @@ class HistoryReader:
                 user is named twice.
         """
         table = to_arrow(histories, "histories")
+        self._validate_columns(table, user_features, context)
         owner = id_column(table, USER_ID, "histories")
         served = owner.unique() if users is None else _asked_for(users)
         events = self._events(
@@ -324,74 +338,39 @@ class HistoryReader:
             None if fitted.context is None else _contexts(fitted.context, contexts, rows, context, served),
         )
 
-    def read_request(
-        self,
-        events: Sequence[Mapping[str, Any]],
-        exclude: Sequence[Any] = (),
-        user: Mapping[str, Any] | None = None,
-        context: Mapping[str, Any] | None = None,
-        at: int | None = None,
-    ) -> EncodedHistories:
-        """The input of the policy for one user, for a server that has the request as Python objects.
-
-        Args:
-            events: the user's past, in any order; keys are the columns of a history without ``user_id``; may be empty.
-            exclude: items that must not be listed.
-            user: features of the user, by the columns of the prepared user table.
-            context: features of the request, by name.
-            at: as in ``read``.
+    def read_request(self, request: Request, at: int | None = None) -> EncodedHistories:
+        """The input of the policy for the user of one request.
 
         Raises:
             RecpoError: as in ``read``.
         """
-        read = self.read_requests(
-            [(events, exclude)],
-            user_features=None if user is None else [user],
-            context=None if context is None else [context],
-            at=at,
-        )
-        ((_, encoded),) = read.batches(1)
+        ((_, encoded),) = self.read_requests([request], at).batches(1)
         return encoded
 
-    def read_requests(
-        self,
-        requests: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any]]],
-        *,
-        user_features: Sequence[Mapping[str, Any]] | None = None,
-        context: Sequence[Mapping[str, Any]] | None = None,
-        at: int | None = None,
-    ) -> UserHistories:
-        """The input of the policy for the users of several requests, for a server that has them as Python objects.
+    def read_requests(self, requests: Sequence[Request], at: int | None = None) -> UserHistories:
+        """The input of the policy for the users of several requests, who are numbered in this order.
 
         Args:
-            requests: for each user, the events and the items to exclude, as in ``read_request``. The users of the
-                result are numbered in this order.
-            user_features: for each user, the features, by the columns of the prepared user table.
-            context: for each request, its features by name.
+            requests: the requests.
             at: as in ``read``.
 
         Raises:
             RecpoError: as in ``read``; a fault in one request fails all of them.
         """
-        events = [event for history, _ in requests for event in history]
-        named = [item for _, items in requests for item in items]
+        events = [event for request in requests for event in request.history]
+        named = [item for request in requests for item in request.exclude]
         numbers = np.arange(len(requests))
-        owner = numbers.repeat([len(history) for history, _ in requests])
-        named_owner = numbers.repeat([len(items) for _, items in requests])
-        features = None if user_features is None else _rows(user_features)
-        now = None if context is None else _rows(context)
+        owner = numbers.repeat([len(request.history) for request in requests])
+        named_owner = numbers.repeat([len(request.exclude) for request in requests])
+        features = _rows([request.user or {} for request in requests], self._user_columns)
+        now = _rows([request.context or {} for request in requests], self._context_names)
         plain, barred = self._plain_events(owner, events), self._plain_items(named)
         if plain is not None and barred is not None:
             contexts = {name: [event.get(name) for event in events] for name in self._context_names}
             given = pa.array(numbers), plain, (named_owner, barred), contexts
             return self._assembled(*given, user_features=features, context=now, at=at)
-        columns = {
-            name: [event.get(name) for event in events]
-            for name in self.columns[1:]
-            if name in (ITEM_ID, TIMESTAMP) or any(name in event for event in events)
-        }
         return self.read(
-            {USER_ID: owner, **columns},
+            {USER_ID: owner, **{name: [event.get(name) for event in events] for name in self.columns[1:]}},
             exclude={USER_ID: named_owner, ITEM_ID: named},
             users=numbers,
             user_features=features,
@@ -449,15 +428,15 @@ class HistoryReader:
         """The columns that are read for an event."""
         return (*EVENT_COLUMNS, *self.features.behaviors, *self._context_names)
 
-    def validate_columns(self, histories: Frame, user_features: Frame | None, context: Frame | None) -> None:
+    def _validate_columns(self, histories: pa.Table, user_features: Frame | None, context: Frame | None) -> None:
         """Raises ``RecpoError`` if frames lack columns that the policy reads, with one message for all of them.
 
         A null says that a value is unknown. A column must not be missing silently.
         """
-        known, lacking = self.features.user, []
+        lacking = []
         for name, frame, wanted in (
             ("histories", histories, [*self.features.behaviors, *self._context_names]),
-            ("user_features", user_features, [] if known is None else [one.source for one in known.features]),
+            ("user_features", user_features, self._user_columns),
             ("context", context, self._context_names),
         ):
             columns = [] if frame is None or not wanted else to_arrow(frame, name).column_names
@@ -469,6 +448,11 @@ class HistoryReader:
                 "value is not known"
             )
             raise RecpoError(message, code="missing_column", field=lacking[0])
+
+    @property
+    def _user_columns(self) -> tuple[str, ...]:
+        user = self.features.user
+        return () if user is None else tuple(feature.source for feature in user.features)
 
     @property
     def _context_names(self) -> tuple[str, ...]:
@@ -541,9 +525,8 @@ def _asked_for(users: Iterable[Any]) -> pa.Array:
     return asked
 
 
-def _rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A frame of the given facts about users 0, 1, ..."""
-    names = dict.fromkeys(name for row in rows for name in row)
+def _rows(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """A frame of the named facts about users 0, 1, ..."""
     return {**{name: [row.get(name) for row in rows] for name in names}, USER_ID: np.arange(len(rows))}
 
 

@@ -21,11 +21,11 @@ from recpo.serving.program import ServingProgram, exported_program, tracing
 _PROTOBUF_LIMIT = 2**31 - 2**24  # bytes of weights, with room for the graph
 
 
-def save_onnx(program: ServingProgram, file: Path, outputs: Sequence[str]) -> None:
+def save_onnx(program: ServingProgram, file: Path) -> None:
     """Writes the program as ONNX, with its weights beside it where they exceed what one file can hold."""
     exported = exported_program(program)
     with tracing():
-        onnx = onnx_of(exported, [one.name for one in program.inputs], outputs)
+        onnx = onnx_of(exported, [one.name for one in program.inputs], program.outputs)
         _simplify(onnx.model)
     size = sum(values.nbytes for values in exported.state_dict.values())
     onnx.save(str(file), external_data=size > _PROTOBUF_LIMIT)

@@ -32,8 +32,7 @@ from recpo.policies.tilted import TiltedPolicy
 from recpo.serving.bundle import FIRST_TIME_MS, TOLERANCE, compare_lists, random_features
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import ALLOWED, EXCLUDE, INDEX, VECTORS, BundleManifest, ProgramReads, program_inputs
-from recpo.serving.runtimes import IndexOptions, IndexRuntime, ItemIndex, Runtime, import_faiss
-from recpo.serving.saved_policy import PolicyRuntime
+from recpo.serving.runtimes import OUTPUTS, STATES, IndexOptions, IndexRuntime, ItemIndex, Runtime, import_faiss
 
 _EXAMPLE_USERS = 2  # a size of 1 would be exported as a constant
 _SEARCHED: Final = (CatalogSoftmaxPolicy, TiltedPolicy)
@@ -56,16 +55,17 @@ class ServingProgram(nn.Module):
     def __init__(self, ranker: Policy | CatalogSearch, k: int | None, reads: ProgramReads) -> None:
         super().__init__()
         self.ranker: Any = ranker
-        self.k, self.reads = k, reads
-        self.inputs = program_inputs(ranker.max_history, reads, exclude=k is not None)
+        self.num_items, self.max_history, self.reads, self.k = ranker.num_items, ranker.max_history, reads, k
+        self.inputs = program_inputs(self.max_history, reads, exclude=k is not None)
+        self.outputs = (STATES,) if k is None else OUTPUTS
 
     def forward(self, *tensors: Tensor) -> Any:
         """See the class."""
         given = {one.name: tensor for one, tensor in zip(self.inputs, tensors, strict=True)}
-        histories = _histories_of(given, self.reads, self.ranker.num_items)
+        histories = _histories_of(given, self.reads, self.num_items)
         if self.k is None:
             return self.ranker.last_states(histories)
-        exclude = _within(given[EXCLUDE], self.ranker.num_items)
+        exclude = _within(given[EXCLUDE], self.num_items)
         exclude = exclude if self.reads.repeats else torch.cat([histories.item_ids, exclude], 1)
         if isinstance(self.ranker, CatalogSearch):
             top = self.ranker.recommend(histories, self.k, exclude, given.get(ALLOWED))
@@ -121,8 +121,7 @@ class CatalogSearch(nn.Module):
                 "catalog, alone or tilted; leave it at float32"
             )
             raise RecpoError(message, code="unsupported", field="item_precision")
-        self.num_items, self.max_history, self.precision = policy.num_items, policy.max_history, precision
-        self.reads_timestamps = policy.reads_timestamps
+        self.num_items, self.max_history = policy.num_items, policy.max_history
         vectors, rooted = item_matrix(policy)
         self.table = catalog_search.BlockedTable(vectors, precision, rooted, block_rows)
         self.encoder: Any = _reading(policy, self.table, vectors, block_rows)
@@ -214,7 +213,7 @@ def _within(values: Tensor, largest: int) -> Tensor:
 
 def exported_program(program: ServingProgram) -> ExportedProgram:
     """The program as a graph, for any number of users and of excluded items."""
-    random = random_inputs(program.ranker, _EXAMPLE_USERS, np.random.default_rng(0), program.reads)
+    random = random_inputs(program, _EXAMPLE_USERS, np.random.default_rng(0))
     users, width = Dim("users", min=1), Dim(EXCLUDE, min=1)
     inputs = tuple(torch.from_numpy(one.of(random)) for one in program.inputs)
     shapes = (tuple({0: users, 1: width} if one.name == EXCLUDE else {0: users} for one in program.inputs),)
@@ -265,28 +264,22 @@ _SHORT = 10
 _BEHAVIOR_SETS, _LONGEST_GAP_MS = 8, 10 * 86_400_000  # of random histories
 
 
-def verify_runtime(
-    runtime: Runtime, policy: Policy, k: int, *, reference: Runtime | None = None, seed: int = 0
-) -> None:
+def verify_runtime(runtime: Runtime, reference: Runtime) -> None:
     """Compares a runtime with the policy on random histories; the first one is empty, the last one full.
 
     The lists must be equal, except that items whose scores differ by less than 1e-4 may swap places.
 
     Args:
         runtime: the runtime to check.
-        policy: the policy that it was made from.
-        k: length of the lists.
-        reference: computes the expected results instead of the policy itself.
-        seed: of the histories.
+        reference: the policy that it was made from.
 
     Raises:
         RecpoError: they differ.
     """
-    generator = np.random.default_rng(seed)
-    reference = reference or PolicyRuntime(policy, reads=runtime.reads)
+    generator = np.random.default_rng(0)
     for users in _CHECKED_USERS:
-        inputs = random_inputs(policy, users, generator, runtime.reads)
-        expected, found = (_listed(*one.recommend(inputs, k)) for one in (reference, runtime))
+        inputs = random_inputs(runtime, users, generator)
+        expected, found = (_listed(*one.recommend(inputs, runtime.k)) for one in (reference, runtime))
         for row, (wanted, listed) in enumerate(zip(expected, found, strict=True)):
             compare_lists(wanted, listed, f"the exported program differs from the policy, history {row}")
 
@@ -298,7 +291,7 @@ def _listed(items: np.ndarray, scores: np.ndarray) -> list[list[tuple[int, float
 
 
 def verify_rounded(
-    runtime: Runtime, program: ServingProgram, policy: Policy, k: int, precision: catalog_search.Precision
+    runtime: Runtime, program: ServingProgram, policy: Runtime, precision: catalog_search.Precision
 ) -> dict[str, Any]:
     """Compares a runtime with the rounded policy, and the rounded policy with the policy.
 
@@ -306,7 +299,6 @@ def verify_rounded(
         runtime: the runtime to check.
         program: the torch program that it was made from.
         policy: the policy without rounding.
-        k: length of the lists.
         precision: number format of the item matrix.
 
     Returns:
@@ -317,10 +309,9 @@ def verify_rounded(
     Raises:
         RecpoError: the runtime computes something else, or rounding changes more than ``ROUNDING``.
     """
-    verify_runtime(runtime, policy, k, reference=TorchProgramRuntime(program, runtime))
-    inputs = random_inputs(policy, _COMPARED_USERS, np.random.default_rng(1), runtime.reads)
-    found, scores = runtime.recommend(inputs, k)
-    expected, of_policy = PolicyRuntime(policy, reads=runtime.reads).recommend(inputs, k)
+    verify_runtime(runtime, TorchProgramRuntime(program, runtime))
+    inputs = random_inputs(runtime, _COMPARED_USERS, np.random.default_rng(1))
+    (found, scores), (expected, of_policy) = (one.recommend(inputs, runtime.k) for one in (runtime, policy))
     row, place, other = np.nonzero((found[:, :, None] == expected[:, None, :]) & (expected > 0)[:, None, :])
     gaps = np.abs(scores[row, place] - of_policy[row, other]) if len(row) else np.array([np.inf])
     agreement = {
@@ -348,25 +339,23 @@ def overlap(found: np.ndarray, expected: np.ndarray) -> float:
     return float((shared.sum(1) / np.maximum((expected > 0).sum(1), 1)).mean())
 
 
-def random_inputs(
-    policy: Policy | CatalogSearch, users: int, generator: np.random.Generator, reads: ProgramReads
-) -> EncodedHistories:
-    """Histories of random items, the first empty and the last full, with three items to exclude each.
+def random_inputs(like: Runtime | ServingProgram, users: int, generator: np.random.Generator) -> EncodedHistories:
+    """Histories that it reads, of random items, the first empty and the last full, with three items to exclude each.
 
     Behaviors and features are random too; a fifth of the values are missing, and some are unknown. A third of the items
     may be listed; for the last user, all of them.
     """
-    lengths = generator.integers(policy.max_history + 1, size=users)
-    lengths[-1], lengths[0] = policy.max_history, 0
-    real = np.arange(policy.max_history) < lengths[:, None]
-    answered = np.arange(policy.max_history + 1) <= lengths[:, None]
+    reads, lengths = like.reads, generator.integers(like.max_history + 1, size=users)
+    lengths[-1], lengths[0] = like.max_history, 0
+    real = np.arange(like.max_history) < lengths[:, None]
+    answered = np.arange(like.max_history + 1) <= lengths[:, None]
 
     def drawn(first: int, end: int) -> np.ndarray:
         numbers: np.ndarray = generator.integers(first, end, real.shape) * real
         return numbers
 
-    item_ids, feedback = drawn(1, policy.num_items + 1), drawn(UNKNOWN, HIGHEST + 1)
-    exclude = generator.integers(policy.num_items + 1, size=(users, 3))
+    item_ids, feedback = drawn(1, like.num_items + 1), drawn(UNKNOWN, HIGHEST + 1)
+    exclude = generator.integers(like.num_items + 1, size=(users, 3))
     times = (FIRST_TIME_MS + drawn(0, _LONGEST_GAP_MS).cumsum(1)) * real if reads.timestamps else None
     behaviors = drawn(0, _BEHAVIOR_SETS) if reads.behaviors else None
     user = random_features(reads.user, (users,), generator) if reads.user else None
@@ -397,15 +386,14 @@ def validate_indexable(policy: Policy) -> None:
         raise RecpoError(message, code="unsupported", field="lower_bound")
 
 
-def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads: ProgramReads) -> dict[str, Any]:
+def build_index(program: ServingProgram, k: int, options: IndexOptions, root: Path) -> dict[str, Any]:
     """Writes the index and the item vectors of a policy, and measures its recall on random histories.
 
     Args:
-        policy: with an item matrix.
+        program: gives the states of a policy with an item matrix.
         k: length of the longest list.
         options: see there.
         root: the directory of the bundle.
-        reads: what the policy reads beyond items and feedback.
 
     Returns:
         The manifest's entry ``index``: ``kind``, ``lists``, ``probes``, ``oversampling``, ``users`` (random histories,
@@ -417,10 +405,10 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads
             lists would have to be probed.
     """
     faiss = import_faiss()
-    validate_indexable(policy)
-    vectors = item_matrix(policy)[0].contiguous().numpy()
+    validate_indexable(program.ranker)
+    vectors = item_matrix(program.ranker)[0].contiguous().numpy()
     index = _trained(faiss, vectors[1:], options)
-    candidates, searched = options.oversampling * k, _Sample(policy, k, reads, seed=2)
+    candidates, searched = options.oversampling * k, _Sample(program, k, seed=2)
     probes = 1
     while (found := searched.recall(ItemIndex(index, vectors, probes, candidates)))[0] < options.recall:
         probes *= 2
@@ -431,7 +419,7 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads
                 "index, or ask for a lower index.recall"
             )
             raise RecpoError(message, code="out_of_range", field="recall")
-    recall = _Sample(policy, k, reads, seed=3).recall(ItemIndex(index, vectors, probes, candidates))
+    recall = _Sample(program, k, seed=3).recall(ItemIndex(index, vectors, probes, candidates))
     faiss.write_index(index, str(root / INDEX))
     np.save(root / VECTORS, vectors, allow_pickle=False)
     return {
@@ -446,15 +434,15 @@ def build_index(policy: Policy, k: int, options: IndexOptions, root: Path, reads
     }
 
 
-def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
+def verify_index(runtime: IndexRuntime, program: ServingProgram) -> None:
     """Compares states and scores with those of the policy, on random histories.
 
     Raises:
         RecpoError: they differ by more than 1e-4 of the largest one.
     """
-    inputs = random_inputs(policy, 33, np.random.default_rng(0), runtime.reads)
-    states, vectors = _states(policy, inputs, runtime.reads), item_matrix(policy)[0]
-    found, scores = map(torch.from_numpy, runtime.recommend(inputs, k))
+    inputs = random_inputs(runtime, 33, np.random.default_rng(0))
+    states, vectors = _states(program, inputs), item_matrix(program.ranker)[0]
+    found, scores = map(torch.from_numpy, runtime.recommend(inputs, runtime.k))
     expected = (vectors[found] * states[:, None]).sum(-1).masked_fill(found == 0, -torch.inf)
     gaps = [
         ((ours - theirs).abs().nan_to_num(0.0).max() / theirs[theirs.isfinite()].abs().max().clamp_min(1.0)).item()
@@ -468,11 +456,11 @@ def verify_index(runtime: IndexRuntime, policy: Policy, k: int) -> None:
 class _Sample:
     """Random histories with their exact lists."""
 
-    def __init__(self, policy: Policy, k: int, reads: ProgramReads, seed: int) -> None:
-        inputs = random_inputs(policy, _USERS, np.random.default_rng(seed), reads)
-        self._k, self._states = k, _states(policy, inputs, reads)
+    def __init__(self, program: ServingProgram, k: int, seed: int) -> None:
+        inputs = random_inputs(program, _USERS, np.random.default_rng(seed))
+        self._k, self._states = k, _states(program, inputs)
         self._exclude = torch.from_numpy(np.concatenate([inputs.item_ids, inputs.exclude], 1))
-        ids, best, _ = catalog_search.best_by_blocks(self._states, item_matrix(policy)[0], k, self._exclude)
+        ids, best, _ = catalog_search.best_by_blocks(self._states, item_matrix(program.ranker)[0], k, self._exclude)
         self._exact = ids.masked_fill(best == -torch.inf, 0).numpy()
 
     def recall(self, index: ItemIndex) -> tuple[float, float]:
@@ -496,7 +484,6 @@ def _trained(faiss: Any, vectors: np.ndarray, options: IndexOptions) -> Any:
 
 
 @torch.no_grad()
-def _states(policy: Policy, inputs: EncodedHistories, reads: ProgramReads) -> Tensor:
-    program = ServingProgram(policy, None, reads)
+def _states(program: ServingProgram, inputs: EncodedHistories) -> Tensor:
     states: Tensor = program(*(torch.from_numpy(one.of(inputs)) for one in program.inputs))
     return states

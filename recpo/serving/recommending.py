@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -210,7 +210,7 @@ class Served(NamedTuple):
     def to_pandas(self) -> pd.DataFrame:
         """The table; the counts are in ``attrs["counts"]``, by name."""
         frame = self.table.to_pandas()
-        frame.attrs["counts"] = self.counts.to_dict()
+        frame.attrs["counts"] = asdict(self.counts)
         return frame
 
 
@@ -280,7 +280,6 @@ def score_candidates(
     """
     table = to_arrow(candidates, "candidates")
     owner, items = id_column(table, USER_ID, "candidates"), reader.known_items(table, "candidates")
-    reader.validate_columns(histories, user_features, context)
     read = reader.read(histories, users=owner.unique(), user_features=user_features, context=context)
     user = rows_of_users(owner, read.users, "candidates")
     order = np.argsort(user, kind="stable")

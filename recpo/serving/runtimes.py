@@ -268,13 +268,11 @@ class ItemIndex:
             for row, (state, out, near) in enumerate(zip(states[part], barred, found, strict=True)):
                 near = near[: self.candidates + len(out)]
                 near = near[(near > 0) & ~np.isin(near, out)]
-                left = len(self.vectors) - 1 - len(out)
                 if allowed is not None:
                     kept = allowed[begin + row]
                     near = near[kept[near]]
                     out = np.union1d(out, np.flatnonzero(~kept)) if len(near) < k else out
-                    left = len(self.vectors) - 1 - len(out)
-                if len(near) < min(k, left):
+                if len(near) < min(k, len(self.vectors) - 1 - len(out)):
                     near = self._best_of_all(state, out, k)
                 listed = self._ranked(state, near, k)
                 ids[begin + row, : len(listed[0])], scores[begin + row, : len(listed[0])] = listed

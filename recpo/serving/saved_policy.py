@@ -146,12 +146,8 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
     except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
         message = f"{root}: weights and options of {name} do not fit ({error}): export it again"
         raise RecpoError(message, code="damaged", field=name) from error
-    told = manifest.reads
-    if (policy.max_history, policy.reads_timestamps, policy.reads) != (
-        manifest.max_history,
-        told.timestamps,
-        told.batches,
-    ):
+    told = manifest.max_history, manifest.reads_timestamps, manifest.reads.batches
+    if (policy.max_history, policy.reads_timestamps, policy.reads) != told:
         message = f"{root}: options of {name} do not fit the manifest: export it again"
         raise RecpoError(message, code="mismatch", field=name)
     return policy.eval()
@@ -356,15 +352,15 @@ class PolicyRuntime(Runtime):
 
     Args:
         policy: in evaluation mode.
-        k: length of its longest list; None = the size of the catalog.
-        reads: inputs beyond items and feedback; None = times, and whatever the histories contain.
+        like: a bundle or a runtime whose lists it makes; None = lists of any length, from times and whatever else the
+            histories contain.
     """
 
-    def __init__(self, policy: Policy, k: int | None = None, reads: ProgramReads | None = None) -> None:
+    def __init__(self, policy: Policy, like: BundleManifest | Runtime | None = None) -> None:
         self.policy = policy
         self.num_items, self.max_history = policy.num_items, policy.max_history
-        self.reads = ProgramReads(policy.reads_timestamps) if reads is None else replace(reads, mask=0)
-        self.k = policy.num_items if k is None else k
+        self.reads = ProgramReads(policy.reads_timestamps) if like is None else replace(like.reads, mask=0)
+        self.k = policy.num_items if like is None else like.k
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         with torch.inference_mode():

@@ -197,7 +197,6 @@ class _ServedBundle:
         past = pa.table({USER_ID: asked[row], ITEM_ID: self._known.to_external(exclude.numpy()[row, column])})
         events, now = self._histories.events(asked), self._histories.requests(asked)
         people = self._histories.user_features(asked)
-        reader.validate_columns(events, people, now)
         read = reader.read(events, exclude=past, users=asked, user_features=people, context=now, at=self._at)
         ((_, inputs),) = read.batches(len(asked))
         top_items, scores = self._bundle.runtime.recommend(inputs, k)
@@ -211,7 +210,7 @@ class _ServedBundle:
     def counts(self) -> dict[str, int]:
         """Counts of served and skipped events so far."""
         # past items outside the bundle's catalog cannot be listed anyway
-        counts = {name: value for name, value in self._served.to_dict().items() if not name.startswith("unknown_")}
+        counts = {name: value for name, value in asdict(self._served).items() if not name.startswith("unknown_")}
         strange = sum(int((one > len(self._known)).sum()) for one in self.lists)
         return counts | {"unknown_items": self._served.unknown_items, "places_of_items_not_in_data": strange}
 

@@ -157,7 +157,6 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         """The lists of some users, from all of their events and what else is ``asked`` of the reader."""
         k = recommending.validate_k(min(LIST_LENGTH, server.runtime.k) if self.k is None else self.k, server.runtime.k)
         allowed = server.filters.allowed(self.allow, self.deny)
-        server.reader.validate_columns(events, asked["user_features"], asked["context"])
         read = server.reader.read(events, users=users, **asked)
         return recommending.recommend_lists(
             server.runtime, server.reader.items, read, k=k, allowed=allowed, batch_size=self.batch_size

@@ -24,7 +24,7 @@ from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.rewards.rewards import HitReward
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.histories import EncodedHistories, HistoryReader, Request
 from recpo.serving.saved_policy import PolicyRuntime
 from recpo.training.validation import OF_EXPOSURES, ValidationMetrics
 from tests.computing_device import DEVICE, Device, moved, register
@@ -117,7 +117,7 @@ def exported(data, policy, device, out):
     items = IdMap(pa.array([f"i{item}" for item in range(1, data.num_items + 1)]))
     events = [{"item_id": f"i{item}", "timestamp": item} for item in (3, 5)]
     if device == "cpu":
-        asked = HistoryReader(items, data.feedback, HISTORY, reads_timestamps=False).read_request(events, [])
+        asked = HistoryReader(items, data.feedback, HISTORY, reads_timestamps=False).read_request(Request(events))
         ids, scores = PolicyRuntime(policy).recommend(asked, 5)
         return list(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
     before = [weight.device.type for weight in policy.parameters()]

@@ -16,7 +16,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.serving.histories import HistoryReader
+from recpo.serving.histories import HistoryReader, Request
 from recpo.serving.recommending import milliseconds, recommend_lists, score_candidates
 from recpo.serving.saved_policy import PolicyRuntime
 from tests.cutoffs import quarters
@@ -89,7 +89,6 @@ def reader(kind):
 def lists_of(kind, histories, **options):
     """What ``Bundle.recommend`` does with a frame."""
     read = reader(kind)
-    read.validate_columns(histories, None, None)
     return recommend_lists(RUNTIME, read.items, read.read(histories, at=milliseconds(None), **options), k=K)
 
 
@@ -161,7 +160,7 @@ def test_any_candidates_are_scored_or_refused(histories, candidates):
 )
 def test_any_request_is_read_or_refused(events, exclude):
     try:
-        encoded = reader("watched").read_request(events, exclude)
+        encoded = reader("watched").read_request(Request(events, exclude))
     except RecpoError:
         return
     RUNTIME.recommend(encoded, K)

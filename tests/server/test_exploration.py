@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tests.server.conftest import answers, event, request
 
 MIXED = Exploration(temperature=2.0, epsilon=0.3, shortlist=8)
-PAST = Query([event(3), event(7)], ["item-50"], 3, explore=True)
+PAST = Query([event(3), event(7)], ["item-50"], k=3, explore=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_scores_are_the_policys_own_and_unknown_outside_its_list(loaded, bundle)
 
 def test_queries_of_one_batch_have_separate_exploration_and_lengths(loaded, bundle):
     ranker = Ranker(Exploration(temperature=3.0, shortlist=20), seed=3)
-    queries = [Query([event(3)], (), k, explore) for k in (1, 4, 4, 20) for explore in (False, True)]
+    queries = [Query([event(3)], k=k, explore=explore) for k in (1, 4, 4, 20) for explore in (False, True)]
     found = ranker.rank(loaded, queries)
     assert [len(slate.items) for slate in found] == [1, 1, 4, 4, 4, 4, 20, 20]
     for slate, query in zip(found, queries, strict=True):
@@ -66,7 +66,7 @@ def test_queries_of_one_batch_have_separate_exploration_and_lengths(loaded, bund
 
 def test_temperature_zero_is_the_deterministic_slate(loaded):
     cold = Ranker(Exploration(temperature=0.0, shortlist=20)).rank(loaded, [PAST])[0]
-    best = Ranker().rank(loaded, [Query(PAST.history, PAST.exclude, PAST.k)])[0]
+    best = Ranker().rank(loaded, [Query(PAST.history, PAST.exclude, k=PAST.k)])[0]
     assert cold == best
 
 

@@ -67,8 +67,7 @@ def test_outcomes_join_their_impression(tmp_path):
     assert report(log, first, "b", watch_time=4.0)  # a later value replaces an earlier one
     assert report(log, first, "b", dislike=True)
     log.close()
-    settled = settle(tmp_path)
-    assert (settled.impressions, settled.rows, settled.outcomes) == (2, 4, 1)
+    assert settle(tmp_path).rows == 4
     found = {(row["user_id"], row["item_id"]): row for row in rows(tmp_path)}
     one = found[1, "b"]
     assert (one["watch_time"], one["duration"], one["dislike"]) == (4.0, 9.0, True)
@@ -88,7 +87,7 @@ def test_an_outcome_may_come_through_another_worker_and_after_a_restart(tmp_path
     assert report(log, second, watch_time=2.0)
     log.close()
     other.close()
-    assert settle(tmp_path).outcomes == 2
+    settle(tmp_path)
     assert {row["watch_time"] for row in rows(tmp_path) if row["item_id"] == "a"} == {1.0, 2.0}
     assert not list((tmp_path / JOURNAL).glob("slot-*/*"))
 
@@ -143,7 +142,7 @@ def test_a_segment_ends_by_size_and_by_age(tmp_path):
     while list((tmp_path / JOURNAL).glob(f"slot-000/*{OPEN}")):  # without any further request
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert settle(tmp_path).impressions == 7
+    assert settle(tmp_path).rows == 14
     add(log, 7)
     log.close()
     settle(tmp_path)
@@ -156,10 +155,11 @@ def test_published_segments_stay_while_they_hold_outcomes_of_others(tmp_path):
     add(other, 2)
     report(other, identifier, watch_time=5.0)
     other.close()
-    assert settle(tmp_path).impressions == 1
+    assert settle(tmp_path).rows == 2
     assert len(list((tmp_path / JOURNAL).glob(f"slot-001/*{DONE}"))) == 1
     log.close()
-    assert settle(tmp_path).outcomes == 1
+    settle(tmp_path)
+    assert 5.0 in {row["watch_time"] for row in rows(tmp_path)}
     assert not list((tmp_path / JOURNAL).glob("slot-*/*"))
 
 
@@ -234,7 +234,7 @@ def test_records_behind_a_damaged_sector_are_published(crashed, tmp_path):
     content[second + 9 : third + 30] = bytes(third + 30 - second - 9)  # two of the five impressions
     (slot / crashed[0].name).write_bytes(content)
     settled = settle(tmp_path)
-    assert (settled.impressions, settled.rows) == (3, 6)
+    assert settled.rows == 6
     assert settled.lost_bytes > third - second
     assert {row["user_id"] for row in rows(tmp_path)} < {0, 1, 2, 3, 4}
 
@@ -256,7 +256,7 @@ def test_a_slot_of_a_process_that_died_is_published(crashed, tmp_path):
     content = crashed[0].read_bytes()
     (slot / crashed[0].name).write_bytes(content[:-3])
     settled = settle(tmp_path)
-    assert (settled.impressions, settled.rows) == (4, 8)
+    assert settled.rows == 8
     assert settled.lost_bytes > 0
     assert {row["user_id"] for row in rows(tmp_path)} == {0, 1, 2, 3}
 

@@ -100,9 +100,9 @@ def test_the_batch_never_changes_a_score(bundle):
 
 def test_a_fault_in_one_history_stays_with_its_client(bundle):
     loaded = LoadedBundle.load(bundle.root, "bundle")
-    good, seconds = Query([event(3)], (), 4), Query([{"item_id": "item-3", "timestamp": 1_700_000_000}], (), 4)
+    good, seconds = Query([event(3)], k=4), Query([{"item_id": "item-3", "timestamp": 1_700_000_000}], k=4)
     counted = []
-    found = Ranker(on_counts=counted.append).rank(loaded, [good, seconds, good, Query([], (), 21)])
+    found = Ranker(on_counts=counted.append).rank(loaded, [good, seconds, good, Query([], k=21)])
     assert [isinstance(answer, RecpoError) for answer in found] == [False, True, False, True]
     assert (found[1].code, found[1].field) == ("out_of_range", "timestamp")
     assert (found[3].code, found[3].field) == ("out_of_range", "k")

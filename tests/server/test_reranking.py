@@ -18,7 +18,7 @@ from tests.refusals import refused
 from tests.server.conftest import answers, event, post, process, request
 from tests.serving.conftest import NUM_ITEMS, K
 
-PAST = Query([event(3), event(7)], ["item-50"], 5)
+PAST = Query([event(3), event(7)], ["item-50"], k=5)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def test_a_cap_holds_for_every_length_and_scores_are_the_policys_own(capped, bun
     own = dict(bundle.recommend_one(PAST.history, None, PAST.exclude))
     ranker = Ranker(reranking=reranking)
     for k in (3, 5, 6):
-        (found,) = ranker.rank(loaded, [Query(PAST.history, PAST.exclude, k)])
+        (found,) = ranker.rank(loaded, [Query(PAST.history, PAST.exclude, k=k)])
         assert max(np.bincount(authors(found.items))) <= 2
         assert found.scores == pytest.approx([own[item] for item in found.items])
         assert found.propensity == pytest.approx([1 / k] * k)
         assert not any(found.explored)
-    queries = [PAST, Query([], (), 6), Query(PAST.history, PAST.exclude, 3)]
+    queries = [PAST, Query([], k=6), Query(PAST.history, PAST.exclude, k=3)]
     alone = [ranker.rank(loaded, [query])[0].items for query in queries]
     assert [slate.items for slate in ranker.rank(loaded, queries)] == alone
 
@@ -59,7 +59,7 @@ def test_vectors_of_the_bundle_give_the_slate_of_the_function(bundle):
     reranking = Reranking(Determinantal(0.3), RerankOptions(K))
     loaded = LoadedBundle.load(bundle.root, "bundle", reranking=reranking)
     (found,) = Ranker(reranking=reranking).rank(loaded, [PAST])
-    inputs = bundle.reader.read_request(PAST.history, PAST.exclude)
+    inputs = bundle.reader.read_request(PAST)
     items, scores = bundle.runtime.recommend(inputs, K)
     expected, _ = rerank(Determinantal(0.3), items[0], scores[0], 5, loaded.known, inputs.item_ids[0])
     assert found.items == bundle.items.to_external(expected[:5]).to_pylist()
@@ -70,7 +70,7 @@ def test_exploration_draws_from_the_reranked_list(capped):
     """At a low temperature the first places of the new order are drawn, and explored is measured against them."""
     reranking, loaded = capped
     best = Ranker(reranking=reranking).rank(loaded, [PAST])[0].items
-    query = Query(PAST.history, PAST.exclude, 5, explore=True)
+    query = Query(PAST.history, PAST.exclude, k=5, explore=True)
     cold = Ranker(Exploration(temperature=0.0, shortlist=K), reranking=reranking).rank(loaded, [query])[0]
     assert cold.items == best
     drawn = Ranker(Exploration(shortlist=K), reranking=reranking, seed=0).rank(loaded, [query] * 50)

@@ -12,6 +12,7 @@ from recpo.artifacts.outputs import write_json
 from recpo.server.bundles import LoadedBundle, Versions
 from recpo.serving import bundle as bundles
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden
+from recpo.serving.histories import Request
 from recpo.serving.manifest import MANIFEST, BundleManifest
 from tests.cutoffs import LEVELS
 from tests.refusals import refused
@@ -42,7 +43,9 @@ def test_an_export_has_golden_requests_that_it_answers(bundle):
     assert asked[0]["history"] == []
     assert len(asked[-1]["history"]) > bundle.manifest.max_history
     assert all(len(request["answer"]) == 10 for request in asked)
-    levels = [level for past in asked for level in bundle.reader.read_request(past["history"]).feedback.ravel()]
+    levels = [
+        level for past in asked for level in bundle.reader.read_request(Request(past["history"])).feedback.ravel()
+    ]
     assert set(levels) == {0, 1, *LEVELS}
 
 

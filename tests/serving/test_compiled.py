@@ -10,6 +10,7 @@ from recpo.serving import export
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import load_compiled, write_compiled
 from recpo.serving.program import verify_runtime
+from recpo.serving.saved_policy import PolicyRuntime
 from tests.refusals import refused
 
 pytestmark = [
@@ -25,7 +26,7 @@ def test_a_compiled_program_ranks_as_the_policy(export_once, tmp_path, monkeypat
     monkeypatch.setattr(options, "precompile_headers", False)
     write_compiled(bundle, tmp_path / "program.pt2")
     loaded = load_compiled(bundle, tmp_path / "program.pt2")
-    verify_runtime(loaded.runtime, policy, loaded.k, seed=7)
+    verify_runtime(loaded.runtime, PolicyRuntime(policy))
     events = [{"item_id": "item-3", "timestamp": 1_767_225_600_000, "watch_time": 9.5, "duration": 10.0}]
     found, expected = loaded.recommend_one(events, k=5), Bundle.open(bundle).recommend_one(events, k=5)
     assert [item for item, _ in found] == [item for item, _ in expected]

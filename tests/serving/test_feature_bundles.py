@@ -29,7 +29,7 @@ from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle, check_golden
 from recpo.serving.export import BundleOptions, PolicyFacts
-from recpo.serving.histories import HistoryReader
+from recpo.serving.histories import HistoryReader, Request
 from recpo.serving.saved_policy import PolicyRuntime
 from tests.refusals import refused
 
@@ -98,11 +98,7 @@ requests = st.tuples(st.lists(events, max_size=8), users, contexts)
 @given(st.lists(requests, min_size=1, max_size=4))
 def test_engines_are_the_policy_on_random_requests(made, batch):
     """The reference is the policy itself on histories that are encoded here, feature by feature."""
-    read = made.onnx.reader.read_requests(
-        [(history, []) for history, _, _ in batch],
-        user_features=[user for _, user, _ in batch],
-        context=[context for _, _, context in batch],
-    )
+    read = made.onnx.reader.read_requests([Request(history, (), user, context) for history, user, context in batch])
     ((_, inputs),) = read.batches(len(batch))
     item_ids = torch.from_numpy(inputs.item_ids)
     lengths = (item_ids > 0).sum(1)

@@ -7,7 +7,7 @@ import pytest
 from recpo.base.feature_encoding import PolicyFeatures, by_source, decoded
 from recpo.base.features import Reads
 from recpo.batches.slates import HeldOutBatches, HeldOutHistories, Rank
-from recpo.serving.histories import HistoryReader
+from recpo.serving.histories import HistoryReader, Request
 from tests.log.test_features import item_rows, prepare, rich_log, user_rows
 from tests.refusals import refused
 
@@ -68,31 +68,34 @@ def test_requests_without_features_and_with_unknown_values(data, reader):
     item = data.item_ids()._external[0].as_py()
     event = {"item_id": item, "timestamp": 1_700_100_000_000, "share": True, "surface": "search"}
     ((_, found),) = reader.read_requests(
-        [([event], []), ([], [])],
-        user_features=[{"country": "de", "age": 30}, {"country": "atlantis"}],
-        context=[{"surface": "moon", "hour": None}, {}],
+        [
+            Request([event], user={"country": "de", "age": 30}, context={"surface": "moon", "hour": None}),
+            Request([], user={"country": "atlantis"}),
+        ]
     ).batches(2)
     assert found.behaviors[:, 0].tolist() == [0b10, 0]
     assert found.user.codes[:, 0].tolist() == [data.vocabulary("user", "country").to_pylist().index("de") + 2, 1]
     assert np.isnan(found.user.numbers[:, 0]).tolist() == [False, True]
     search = data.vocabulary("context", "surface").to_pylist().index("search") + 2
     assert found.context.codes[:, :2, 0].tolist() == [[search, 1], [0, 0]]
-    ((_, bare),) = reader.read_requests([([event], [])]).batches(1)
+    ((_, bare),) = reader.read_requests([Request([event])]).batches(1)
     assert bare.user.codes.tolist() == [[0]]
     assert bare.context.codes[0, :, 0].tolist() == [search] + [0] * LENGTH
-    plain = HistoryReader(data.item_ids(), data.feedback, LENGTH).read_request([event])
+    plain = HistoryReader(data.item_ids(), data.feedback, LENGTH).read_request(Request([event]))
     assert (plain.behaviors, plain.user, plain.context) == (None, None, None)
 
 
 def test_what_a_feature_cannot_be_is_refused(reader):
+    now = {"user_id": [0], "surface": [None], "hour": [None]}
+    event = {"item_id": [1], "timestamp": [1], "like": [False], "share": [None], **now}
     for frame, code, field in (
-        ({"user_id": [0, 0], "country": ["de", "us"]}, "duplicate", "user_id"),
-        ({"user_id": [0], "country": [3]}, "mismatch", "country"),
-        ({"user_id": [0], "age": ["old"]}, "wrong_type", "age"),
-        ({"user_id": [0], "age": [float("inf")]}, "bad_value", "age"),
+        ({"user_id": [0, 0], "country": ["de", "us"], "age": [1, 2]}, "duplicate", "user_id"),
+        ({"user_id": [0], "country": [3], "age": [1]}, "mismatch", "country"),
+        ({"user_id": [0], "country": ["de"], "age": ["old"]}, "wrong_type", "age"),
+        ({"user_id": [0], "country": ["de"], "age": [float("inf")]}, "bad_value", "age"),
     ):
         with refused(code, field):
-            reader.read({"user_id": [0], "item_id": [1], "timestamp": [1]}, user_features=frame)
+            reader.read(event, user_features=frame, context=now)
 
 
 def test_raw_events_of_held_out_users_encode_to_what_batches_hold(data, reader):
@@ -101,7 +104,6 @@ def test_raw_events_of_held_out_users_encode_to_what_batches_hold(data, reader):
     (batch,) = HeldOutBatches(data, "test", LENGTH, 512, Rank(), reads=Reads(True, True, True))
     expected, users = batch.feedback.histories, batch.user_ids.numpy()
     people, now = raw.user_features(users), raw.requests(users)
-    reader.validate_columns(raw.events(users), people, now)
     ((_, found),) = reader.read(raw.events(users), users=users, user_features=people, context=now).batches(len(users))
     kept = np.arange(LENGTH + 1) <= expected.lengths.numpy()[:, None]
     assert (found.behaviors * kept[:, :-1]).tolist() == expected.behaviors.numpy().tolist()

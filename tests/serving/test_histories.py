@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ import pytest
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.log.id_map import IdMap
-from recpo.serving.histories import HistoryReader, ServingCounts
+from recpo.serving.histories import HistoryReader, Request, ServingCounts
 from tests.cutoffs import quarters
 from tests.refusals import refused
 
@@ -63,7 +64,7 @@ def test_events_are_sorted_by_user_and_time_and_ties_keep_their_order():
     ],
 )
 def test_levels_come_from_raw_feedback(event, level):
-    inputs = READER.read_request([{"item_id": "b", "timestamp": T0, "duration": 10.0, **event}])
+    inputs = READER.read_request(Request([{"item_id": "b", "timestamp": T0, "duration": 10.0, **event}]))
     assert inputs.feedback.tolist() == [[level, 0, 0]]
 
 
@@ -96,7 +97,7 @@ def test_counts_add_up():
         truncated_histories=1,
         unknown_excluded=1,
     )
-    assert (counts + counts).to_dict() == {name: 2 * number for name, number in counts.to_dict().items()}
+    assert vars(counts + counts) == {name: 2 * number for name, number in vars(counts).items()}
 
 
 def test_users_are_served_in_the_order_asked_for_and_others_do_not_count():
@@ -214,7 +215,7 @@ def test_no_events_and_no_users():
     new = encoded(READER.read(events(), users=["x", "y"], exclude={"user_id": ["y"], "item_id": ["e"]}))
     assert new.item_ids.tolist() == [[0, 0, 0]] * 2
     assert new.exclude.tolist() == [[0], [5]]
-    assert READER.read_request([], exclude=["d", "?"]).exclude.tolist() == [[4]]
+    assert READER.read_request(Request([], ["d", "?"])).exclude.tolist() == [[4]]
 
 
 def of_requests(generator, ids, times):
@@ -257,14 +258,16 @@ def test_requests_are_read_as_the_same_events_in_a_frame(ids, times, seed):
     )
     requests = of_requests(np.random.default_rng(seed), ids, times)
     rows = [{"user_id": user, **event} for user, (history, _) in enumerate(requests) for event in history]
-    names = dict.fromkeys(["user_id", "item_id", "timestamp", *(name for row in rows for name in row)])
+    names = dict.fromkeys(
+        ["user_id", "item_id", "timestamp", *reader.features.behaviors, *(name for row in rows for name in row)]
+    )
     excluded = [(user, item) for user, (_, items) in enumerate(requests) for item in items]
     expected = reader.read(
         {name: [row.get(name) for row in rows] for name in names},
         exclude={"user_id": [user for user, _ in excluded], "item_id": [item for _, item in excluded]},
         users=range(len(requests)),
     )
-    found = reader.read_requests(requests)
+    found = reader.read_requests(list(itertools.starmap(Request, requests)))
     assert found.counts == expected.counts
     for one, other in zip(encoded(found), encoded(expected), strict=True):
         assert (one is None) == (other is None)

@@ -17,7 +17,6 @@ from recpo.log.id_map import IdMap
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
-from recpo.serving.manifest import ProgramReads
 from recpo.serving.program import overlap, random_inputs, validate_indexable
 from recpo.serving.runtimes import IndexOptions, ItemIndex
 from recpo.serving.saved_policy import PolicyRuntime
@@ -121,7 +120,7 @@ def test_a_bundle_with_an_index_has_the_policys_scores_but_for_a_constant(indexe
     assert facts["probes"] <= 3
     assert not bundle.scores_are_log_probabilities
     assert list(json.loads((path / "manifest.json").read_text())["program"]["outputs"]) == ["states"]
-    inputs = random_inputs(policy, 50, np.random.default_rng(9), ProgramReads(policy.reads_timestamps))
+    inputs = random_inputs(PolicyRuntime(policy), 50, np.random.default_rng(9))
     ids, scores = bundle.runtime.recommend(inputs, K)
     exact_engine = Bundle.open(path, "torch")
     assert exact_engine.scores_are_log_probabilities
@@ -137,7 +136,7 @@ def test_a_bundle_with_an_index_has_the_policys_scores_but_for_a_constant(indexe
 def test_propensities_of_exploration_depend_on_differences_of_scores_only(indexed):
     """So they are exact on the shortlist that the index gives, though its scores have no normalizer."""
     policy, path = indexed
-    inputs = random_inputs(policy, 8, np.random.default_rng(2), ProgramReads(policy.reads_timestamps))
+    inputs = random_inputs(PolicyRuntime(policy), 8, np.random.default_rng(2))
     ids, scores = Bundle.open(path).runtime.recommend(inputs, K)
     logp = PolicyRuntime(policy).score(inputs, ids)
     explore = Exploration(temperature=1.0, epsilon=0.1, shortlist=K, uniform_over="shortlist")

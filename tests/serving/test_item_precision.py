@@ -49,7 +49,7 @@ def test_ties_of_a_search_in_blocks_go_to_the_smaller_id(parts, tmp_path):
     export.export_bundle(
         policy, parts.items, PolicyFacts(parts.feedback, options=options), tmp_path / "b", BundleOptions(k=25)
     )
-    inputs = random_inputs(policy, 20, np.random.default_rng(5), ProgramReads(policy.reads_timestamps))
+    inputs = random_inputs(PolicyRuntime(policy), 20, np.random.default_rng(5))
     found, listed = (r.recommend(inputs, 25) for r in (Bundle.open(tmp_path / "b").runtime, PolicyRuntime(policy)))
     np.testing.assert_array_equal(found[0], listed[0])
     assert (np.diff(listed[1], axis=1) == 0).any(1).all()
@@ -76,7 +76,7 @@ def test_a_bundle_in_blocks_is_its_policy(precision, kind, similarity, parts, tm
     bundle = Bundle.open(tmp_path / "b")
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["item_precision"] == precision
-    inputs = random_inputs(policy, 20, np.random.default_rng(5), ProgramReads(policy.reads_timestamps))
+    inputs = random_inputs(PolicyRuntime(policy), 20, np.random.default_rng(5))
     (found, scores), (listed, own) = (r.recommend(inputs, 60) for r in (bundle.runtime, PolicyRuntime(policy)))
     if precision == "float32":
         assert manifest["agreement"] is None
@@ -102,9 +102,8 @@ def test_what_rounding_may_cost_is_checked(parts):
     with torch.no_grad():
         policy.item_table.weight.mul_(20)
     program = ServingProgram(CatalogSearch(policy, "int8", 50), 20, ProgramReads(policy.reads_timestamps))
-    runtime = TorchProgramRuntime(program, PolicyRuntime(policy, 20))
     with refused("mismatch", "item_precision"):
-        verify_rounded(runtime, program, policy, 20, "int8")
+        verify_rounded(TorchProgramRuntime(program, program), program, PolicyRuntime(policy), "int8")
 
 
 def test_a_policy_without_an_item_matrix_is_not_rounded(parts):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +34,8 @@ DATA = {
 def test_what_it_says_comes_from_manifests():
     configuration = {"objective": {"class_path": "recpo.objectives.MPO"}, "seed": 3, "init_from": "/home/me/base"}
     results = {"val/SNIPS": 0.25, "val/nan": None, "train/loss": 1.0}
-    card = model_card(MANIFEST, card_facts(configuration, {"data": DATA}, results, "val/SNIPS"))
+    run = SimpleNamespace(configuration=configuration, origin={"data": DATA}, results=results, monitor="val/SNIPS")
+    card = model_card(MANIFEST, card_facts(run))
     for said in (
         "12,000 items",
         "2023-11-14 to 2023-11-26",
