@@ -5,6 +5,7 @@ Training runs, bundles and servers all use this module. NumPy and Arrow only; it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -268,6 +269,7 @@ class HistoryReader:
         """
         table = to_arrow(histories, "histories")
         self._validate_columns(table, user_features, context)
+        self._warn_without_feedback(table)
         owner = id_column(table, USER_ID, "histories")
         served = owner.unique() if users is None else _asked_for(users)
         events = self._events(
@@ -422,6 +424,15 @@ class HistoryReader:
         except (RecpoError, OverflowError, pa.ArrowException) as error:
             message = f"{name}: column {ITEM_ID!r}: {error}"
             raise RecpoError(message, code="wrong_type", field=ITEM_ID) from error
+
+    def _warn_without_feedback(self, histories: pa.Table) -> None:
+        names, expected = histories.column_names, "label" if self.feedback.levels_from == "labels" else "watch_time"
+        if len(histories) and not (self.feedback.every_event or expected in names or "dislike" in names):
+            warnings.warn(
+                f"histories have no column {expected}, so it is not known which events were liked, and many policies "
+                f"list what is popular (columns: {', '.join(names)})",
+                stacklevel=4,
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -72,6 +73,19 @@ def test_levels_are_never_taken_from_the_user():
     read = READER.read(events(("u", "a", 0), feedback=[-1], feedback_level=[9]))
     assert encoded(read).feedback.tolist() == [[0, 0, 0]]
     assert read.counts.events_without_feedback == 1
+
+
+def test_histories_without_the_column_that_says_what_was_liked_are_warned_of():
+    one = events(("u", "a", 0))
+    of_labels = dataclasses.replace(READER, feedback=FeedbackDefinition())
+    of_choices = dataclasses.replace(READER, feedback=FeedbackDefinition(every_event=True))
+    for reader, column in ((READER, "watch_time"), (of_labels, "label")):
+        with pytest.warns(UserWarning, match=f"no column {column}"):
+            reader.read(one)
+    with warnings.catch_warnings(action="error"):
+        READER.read(one | {"watch_time": [None]})
+        of_labels.read(one | {"label": [0.5]})
+        assert encoded(of_choices.read(one)).feedback.tolist() == [[17, 0, 0]]
 
 
 def test_the_recent_events_are_read_and_older_items_are_excluded_once():
