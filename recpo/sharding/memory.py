@@ -474,6 +474,7 @@ def needs_of(
             field="ranks_per_node",
         )
     kinds = sharding_by_table(sharding, workload.item_tables)
+    validate_exact_softmax([] if workload.softmax_table is None else [workload.softmax_table], sharding)
     specs = [spec._replace(sharding=kinds[spec.name]) for spec in workload.tables()]
     fixed = softmax_placement(workload, specs)
     specs = [spec for spec in specs if spec.name not in fixed]
@@ -508,6 +509,19 @@ def needs_of(
             field="memory_gib",
         )
     return Needs(workload, placements, memory, milliseconds, fault)
+
+
+def validate_exact_softmax(tables: Iterable[str], sharding: Sharding | dict[str, Sharding]) -> None:
+    """Raises ``RecpoError`` if a table of an exact softmax is named with a sharding that the softmax cannot have."""
+    named = sharding if isinstance(sharding, dict) else {}
+    for name in tables:
+        if named.get(name, "auto") not in ("auto", "row_wise", "data_parallel"):
+            raise RecpoError(
+                f"sharding: an exact softmax runs over {name}, which may be row_wise or data_parallel, not "
+                f"{named[name]}; with policy.normalizer sampled it is only looked up",
+                code="conflicting_options",
+                field=name,
+            )
 
 
 def softmax_placement(workload: Workload, specs: Sequence[TableSpec]) -> dict[str, Placement]:

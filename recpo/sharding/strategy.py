@@ -43,7 +43,7 @@ from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.policies.item_table import ItemTable, PlacedTable, SavedRows
 from recpo.sharding.lookup_tables import LookupTable, TableOptimizer, TableOptions
-from recpo.sharding.memory import Sharding, TableSpec, sharding_by_table
+from recpo.sharding.memory import Sharding, TableSpec, sharding_by_table, validate_exact_softmax
 from recpo.sharding.planning import collection_plan, make_collection, plan_tables, table_key
 from recpo.sharding.row_tables import ReplicatedTable, RowTable, whole_weight
 from recpo.training.checkpoints import META, SHAPES, load_plain, saved_tensors
@@ -177,7 +177,7 @@ class ShardedStrategy(DDPStrategy):
         originals = {name: _original(name, tables) or name for name in tables}
         kinds = sharding_by_table(self._sharding, set(originals.values()))
         kinds = {name: kinds[original] for name, original in originals.items()}
-        self._validate_softmax(of_softmax)
+        validate_exact_softmax(of_softmax, self._sharding)
         # a separate group: its exchanges in the backward pass must not interleave with those of DDP
         group = dist.new_group(timeout=self._timeout) if of_softmax else None
         mesh = None if group is None else DeviceMesh.from_group(group, self.root_device.type)
@@ -261,17 +261,6 @@ class ShardedStrategy(DDPStrategy):
             self._blocks.append(f"{name}.weight")
         if isinstance(table, LookupTable):
             self._tables.append(table)
-
-    def _validate_softmax(self, of_softmax: dict[str, ItemTable]) -> None:
-        named = self._sharding if isinstance(self._sharding, dict) else {}
-        for name in of_softmax.keys() & named.keys():
-            if named[name] not in ("auto", "row_wise", "data_parallel"):
-                raise RecpoError(
-                    f"sharding: an exact softmax runs over {name}, which may be row_wise or data_parallel, not "
-                    f"{named[name]}; with policy.normalizer sampled it is only looked up",
-                    code="conflicting_options",
-                    field=name,
-                )
 
 
 def _original(name: str, tables: dict[str, ItemTable]) -> str | None:

@@ -287,3 +287,9 @@ def test_what_does_not_fit_is_said_and_all_is_counted_nevertheless():
 def test_impossible_workloads(options, code, field):
     with refused(code, field):
         Workload(**({"num_items": 1000} | options))
+
+
+def test_a_sharding_that_training_refuses_is_refused():
+    run = Workload(num_items=1000, ranks=2, device="cpu")
+    with refused("conflicting_options", "policy.item_table"):
+        needs_of(run, sharding={"policy.item_table": "table_wise"})
