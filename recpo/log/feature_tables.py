@@ -53,6 +53,12 @@ class FeatureTable:
     left_alone: tuple[str, ...]
 
     @property
+    def name(self) -> str:
+        """The file's name, or the side and the number of files."""
+        files = self.log.files
+        return files[0].shown if len(files) == 1 else f"the table of {self.side}s ({len(files)} files)"
+
+    @property
     def has_available(self) -> bool:
         """Whether it has the times from which items may be recommended."""
         return AVAILABLE in self.log.columns
@@ -295,7 +301,7 @@ def _counted(engine: Engine, wrong: ir.Table, column: str, table: FeatureTable, 
     if not count:
         return []
     first = examples(engine, wrong, column, table.log)
-    return [Fault(table.log.name, table.log.columns[column], problem, fix, count, first)]
+    return [Fault(table.name, table.log.columns[column], problem, fix, count, first)]
 
 
 _COLUMNS_OF_QUERY: Final = 64

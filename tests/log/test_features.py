@@ -457,3 +457,11 @@ def test_csv_tables_and_the_movielens_preset(tmp_path):
     assert data.item_features().lists[0][:, :2].tolist() == [[0, 0], [2, 4], [3, 0], [2, 0]]
     assert data.manifest["feature_tables"]["item"]["left_alone"] == ["title"]
     json.dumps(data.manifest)
+
+
+def test_an_id_in_two_files_of_a_table_is_a_fault_of_the_table(tmp_path):
+    for part in ("0", "1"):
+        pq.write_table(item_rows(), tmp_path / f"items-{part}.parquet")
+    with refused("bad_value", "item_id") as raised:
+        prepare(tmp_path / "out", items=[str(tmp_path / f"items-{part}.parquet") for part in ("0", "1")])
+    assert "the table of items (2 files)" in str(raised.value)
