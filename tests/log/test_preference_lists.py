@@ -11,7 +11,7 @@ from recpo.base.feedback import FeedbackRule
 from recpo.batches.datamodule import TrainBatches
 from recpo.batches.preference_lists import PreferenceListLayout, uniform
 from recpo.batches.slates import Rank, Windows
-from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
+from recpo.log.prepared import Events, Prepared, request_order, request_starts, run_offsets
 from tests.refusals import refused
 
 NONE = {"dislikes": 0, "skipped": 0, "uniform": 0, "popularity": 0}
@@ -50,7 +50,7 @@ def events():
         is_target=np.ones(total, bool),
         request_start=request_start,
         by_request=request_order(request_start),
-        offsets=_run_offsets(user),
+        offsets=run_offsets(user),
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from recpo.base.feedback import HIGHEST, FeedbackRule
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout, evaluation_batch, feedback_batch
-from recpo.log.prepared import Events, Prepared, _run_offsets, request_order, request_starts
+from recpo.log.prepared import Events, Prepared, request_order, request_starts, run_offsets
 from tests.refusals import refused
 
 
@@ -35,7 +35,7 @@ def events_of(counts, requests=None, is_target=None, seed=0):
         is_target=np.ones(total, bool) if is_target is None else np.asarray(is_target),
         request_start=request_start,
         by_request=request_order(request_start),
-        offsets=_run_offsets(user),
+        offsets=run_offsets(user),
     )
 
 
