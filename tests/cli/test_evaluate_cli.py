@@ -113,7 +113,7 @@ def test_the_directory_holds_the_document_the_report_and_the_options(evaluated):
     files = {"metrics.json", "recpo.json", "report.html", "resolved.yaml"}
     assert {file.name for file in out.iterdir()} == files | {"baselines"}
     assert yaml.safe_load((out / "resolved.yaml").read_text())["ks"] == [5, 10]
-    for expected in ("NDCG", "popularity", "run-1", "past: excluded", "paired differences", "warning:"):
+    for expected in ("NDCG", "popularity", "run-1", "past: excluded", "paired differences", "warning:", "coverage@5"):
         assert expected in printed
 
 
