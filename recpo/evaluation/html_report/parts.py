@@ -207,8 +207,8 @@ class OffPolicyView:
     def values(self, target: str) -> Table:
         """Values, intervals and effective rows of every contender, the logging policy among them."""
         found = {one["name"]: _estimates(one, target) for one in self.document["contenders"]}
-        estimators = dict.fromkeys(name for entries in found.values() for name in entries)
-        estimators = [name for name in estimators if name in _ESTIMATORS or not self.narrow]
+        every = dict.fromkeys(name for entries in found.values() for name in entries)
+        estimators = [name for name in every if name in _ESTIMATORS or not self.narrow]
         if (logged := self.logged) is not None:
             found[LOGGING_POLICY] = dict.fromkeys(estimators, logged)
         rows = []

@@ -550,7 +550,7 @@ def _difference_cell(value: Document | None) -> parts.Cell:
     return parts.Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
 
 
-def _sequence_cell(value: Mapping[str, Any] | None, *, signed: bool) -> parts.Cell:
+def _sequence_cell(value: Document | None, *, signed: bool) -> parts.Cell:
     if value is None or value["mean"] is None:
         return parts.Cell("-")
     mean, _, half_width = reading.with_interval(value, signed).partition(" ")
