@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from recpo.evaluation.html_report import parts
+
 
 _WIDEST = 10_000  # characters of a line that does not go to a terminal
+_BOLD = ("best", "survives")  # styles of cells, as in the style sheet of the reports
 
 
 def console() -> Console:
@@ -56,11 +59,13 @@ def console() -> Console:
 def _least_width(terminal: Console, table: Table) -> int:
     """Lets names and headings fold, but not the numbers, which are justified right, and returns the width for that."""
     wide = terminal.options.update(width=_WIDEST)
+    if (needed := terminal.measure(table, options=wide).maximum) <= terminal.width:
+        return needed
     for column in table.columns:
         column.no_wrap, column.overflow = False, "fold"
         if column.justify == "right":
             cells = [wide_cell.maximum for wide_cell in (terminal.measure(cell, options=wide) for cell in column.cells)]
-            column.min_width = max([*cells, terminal.measure(column.header, options=wide).minimum])
+            column.width = max([*cells, terminal.measure(column.header, options=wide).minimum])
     return terminal.measure(table, options=wide).minimum
 
 
@@ -79,6 +84,26 @@ def table(
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def show_tables(title: str, *reported: parts.Table) -> None:
+    """Prints tables of a report, each above its caption; in a narrow terminal, notes stand below the numbers."""
+    terminal = console()
+    for one in reported:
+        made = _as_printed(title, one, " ")
+        if terminal.measure(made, options=terminal.options.update(width=_WIDEST)).maximum > terminal.width:
+            made = _as_printed(title, one, "\n")
+        say(made, one.caption)
+
+
+def _as_printed(title: str, reported: parts.Table, before_notes: str) -> Table:
+    from rich.text import Text
+
+    rows: list[list[str | Text]] = []
+    for row in reported.rows:
+        cells = [(before_notes.join(filter(None, (cell.text, cell.note))), cell.style in _BOLD) for cell in row.cells]
+        rows.append([row.name, *(Text(text, "bold" if is_bold else "") for text, is_bold in cells)])
+    return table(title, [name.replace("_", "\n") for name in reported.head], rows)
 
 
 def say(*lines: str | Table, style: str = "") -> None:

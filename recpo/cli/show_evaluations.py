@@ -6,30 +6,32 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from recpo.artifacts.checksums import kind_of
 from recpo.base.errors import GateClosedError
-from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, path_of, say, table, warn
+from recpo.cli.output import (
+    VerbResult,
+    command,
+    configuration,
+    decimals,
+    evaluation_of,
+    path_of,
+    say,
+    show_tables,
+    table,
+    warn,
+)
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
-from recpo.evaluation.reading import Document, best_by_value, best_first, candidates_sentence, further_at, shares_at
-from recpo.evaluation.segments import NEW_METRICS
-from recpo.evaluation.variants import INTERVALS
+from recpo.evaluation.html_report.view import EvaluationView, variants_tables
+from recpo.evaluation.reading import Document, best_by_value
 from recpo.training.learned_reward import CALIBRATION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from rich.table import Table
+    from collections.abc import Iterator, Mapping
 
     from recpo.evaluation.calibration import CalibrationReport
     from recpo.evaluation.comparison import Comparison
     from recpo.training.tilting import TiltResult, TiltTrial
     from recpo.verbs import calibrate, compare, demo, evaluate, fit, tilt
-
-_HEADINGS = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
-_COMPARED = ("NDCG", "Recall", "disliked", "true_reward", "true_dislike")
-_MOST_FOR_ALL_PAIRS = 4
 
 
 def show_evaluate(verb: evaluate.Evaluate, evaluation: Evaluation) -> VerbResult:
@@ -37,12 +39,22 @@ def show_evaluate(verb: evaluate.Evaluate, evaluation: Evaluation) -> VerbResult
     if isinstance(evaluation, VariantEvaluation):
         return _show_variants(evaluation)
     document = evaluation.document
-    setting, counts = document["setting"], _ranked(document)[0]["counts"]
+    view = EvaluationView(document, narrow=True)
+    setting, counts = document["setting"], view.ranked[0]["counts"]
     warn(evaluation.warnings)
-    for shown in (_metrics_table, _differences_table, _headroom_table, _new_items_table, _value_table):
-        say(*filter(None, [shown(document)]))
-    if document["candidates"] is not None:
-        say(f"candidates: {candidates_sentence(document)}")
+    about = f"{setting['split']} period, {counts['users']:,} users, {setting['num_items']:,} items, all ranked"
+    show_tables(about, view.main_table)
+    show_tables("beyond accuracy", *view.totals)
+    if document["differences"]:
+        show_tables("paired differences on the same users", view.differences(view.compared_pairs))
+    show_tables("share of the headroom in true reward", *view.headroom[:1])
+    if new := document["new_items"]["items"]:
+        show_tables(f"{new:,} new items", *view.new_items_tables[:1])
+    for target in view.off_policy.targets:
+        if target in ("policy", f"top_{view.k}"):
+            show_tables("off-policy value", view.off_policy.values(target))
+    if view.candidates:
+        say(f"candidates: {view.candidates}")
     removed = counts["positive_events_excluded"]
     past = "kept" if setting["repeats"] else f"excluded ({removed:,} positive events of them removed)"
     say(
@@ -61,147 +73,9 @@ def show_evaluate(verb: evaluate.Evaluate, evaluation: Evaluation) -> VerbResult
 
 
 def _show_variants(evaluation: VariantEvaluation) -> VerbResult:
-    document, about = evaluation.document, f"experiment {evaluation.document['experiment']}"
     warn(evaluation.warnings)
-    names = ("value", "dislikes", "difference")
-    if document["variants"]:
-        rows = []
-        for one in document["variants"]:
-            cells = [_sequence_cell(one.get(name), signed=name == "difference") for name in names]
-            rows.append((one["variant"], f"{one['users']:,}", f"{one['impressions']:,}", *cells))
-        title = f"{about}; control {document['control']}"
-        say(table(title, ("variant", "users", "impressions", *names), rows, caption=INTERVALS))
-    if (found := document["preference"]) is not None:
-        counts = f"{found['users']:,}", f"{found['impressions']:,}"
-        shares = f"{100 * found['wins']:.1f} %", f"{100 * found['losses']:.1f} %"
-        row = (f"{found['of']} over {found['over']}", *counts, _sequence_cell(found, signed=True), *shares)
-        headings = ("preference", "users", "impressions", "credit", "won", "lost")
-        say(table(f"{about}; interleaved lists", headings, [row], caption=INTERVALS))
-    return VerbResult((evaluation.path, evaluation.report), result=document)
-
-
-def _sequence_cell(value: Mapping[str, Any] | None, *, signed: bool) -> Text:
-    cell = _cell(value, signed=signed)
-    if value is not None and value["sequence"] is not None:
-        cell.append("\n[{:.4f}, {:.4f}]".format(*value["sequence"]))
-    return cell
-
-
-def _metrics_table(document: Document) -> Table:
-    """One row per contender: the main metrics at the first k with 95 % half-widths; the best of a column is bold."""
-    setting, contenders, k = document["setting"], _ranked(document), document["setting"]["ks"][0]
-    users = contenders[0]["counts"]["users"]
-    title = f"{setting['split']} period, {users:,} users, {setting['num_items']:,} items, all ranked; lists of {k}"
-    names = [*_shown(contenders, _HEADINGS, k), *further_at(document, k)]
-    best = {name: best_first(document, name)[:1] if len(contenders) > 1 else [] for name in names}
-    rows = []
-    for one in contenders:
-        cells = [_cell(one["metrics"].get(name), bold=one in best[name]) for name in names]
-        rows.append((one["name"], *cells, f"{one['totals'][f'coverage@{k}']:.3f}"))
-    headings = ("contender", *map(_heading, names), "coverage")
-    return table(title, headings, rows, caption="mean ± half of the 95 % interval over users")
-
-
-def _differences_table(document: Document) -> Table | None:
-    """Paired differences of metrics at the first k, bold where they survive Holm's correction for all pairs.
-
-    With up to four contenders, every pair; with more, each against the first. The document has every pair.
-    """
-    if not document["differences"]:
-        return None
-    contenders, k = _ranked(document), document["setting"]["ks"][0]
-    ranked = [contender["name"] for contender in contenders]
-    pairs = [pair for pair in document["differences"] if {pair["contender"], pair["against"]} <= set(ranked)]
-    names = [*_shown(contenders, _COMPARED, k), *further_at(document, k)]
-    family = "interval excludes 0" if len(pairs) == 1 else "survives Holm's correction for all pairs"
-    rows: list[Sequence[str | Text]] = []
-    for pair in pairs:
-        if len(ranked) <= _MOST_FOR_ALL_PAIRS or pair["against"] == ranked[0]:
-            found = [pair["metrics"].get(name) for name in names]
-            cells = [_cell(value, bold=value is not None and value["survives_holm"], signed=True) for value in found]
-            rows.append((f"{pair['contender']} - {pair['against']}", *cells))
-    headings = ("contender - against", *map(_heading, names))
-    title = f"paired differences on the same users; lists of {k}"
-    return table(title, headings, rows, caption=f"bold: {family} (5 %)")
-
-
-def _headroom_table(document: Document) -> Table | None:
-    """Shares of the true value between the start and the oracle; None if the truth is not known."""
-    k = document["setting"]["ks"][0]
-    shares = shares_at(document, k)
-    if not shares:
-        return None
-    found, ends = document["headroom"], document["headroom"]["metrics"][f"true_reward@{k}"]
-    start = f"0 % = {found['start']}, {ends['start']:.4f}: {found['start_is']}; 100 % = oracle, {ends['oracle']:.4f}"
-    rewards = {one["name"]: one["metrics"].get(f"true_reward@{k}") for one in document["contenders"]}
-    rows: list[Sequence[str | Text]] = []
-    for name, value in shares:
-        width = "" if value["half_width"] is None else f" ±{100 * value['half_width']:.1f}"
-        rows.append((name, _cell(rewards[name]), f"{100 * value['mean']:.1f}{width} %"))
-    title = f"share of the headroom in true reward; lists of {k}"
-    return table(title, ("contender", "true\nreward", "share"), rows, caption=start)
-
-
-def _new_items_table(document: Document) -> Table | None:
-    """Metrics of the contenders on candidates without a training event; None if there are none."""
-    k, new = document["setting"]["ks"][0], document["new_items"]["items"]
-    names = _shown(_ranked(document), NEW_METRICS, k)
-    if not new or not names:
-        return None
-    title = f"{new:,} new items, candidates without an event in training; lists of {k}"
-    rows = [(one["name"], *(_cell(one["metrics"].get(name)) for name in names)) for one in _ranked(document)]
-    caption = "true reward: of the best new items as the contender ranks them"
-    return table(title, ("contender", *map(_heading, names)), rows, caption=caption)
-
-
-def _value_table(document: Document) -> Table | None:
-    """Off-policy values of the policies and of their lists of the first k; None if the document has none."""
-    k = document["setting"]["ks"][0]
-    shown = [(target, estimator) for target in ("policy", f"top_{k}") for estimator in ("SNIPS", "DR")]
-    found = {
-        contender["name"]: {(entry["target"], entry["estimator"]): entry for entry in contender["off_policy"]}
-        for contender in document["contenders"]
-        if contender["kind"] != "oracle"
-    }
-    columns = [column for column in shown if any(column in row for row in found.values())]
-    if not columns:
-        return None
-    rows = []
-    for name, entries in found.items():
-        earned = [entry for (_, estimator), entry in entries.items() if estimator == "mean"]
-        rows.append((name, *(_value_cell(entries.get(column, earned[0] if earned else None)) for column in columns)))
-    caption = "mean reward per exposure ± half of the 95 % interval; ! read the warnings in the report; - not known"
-    return table("off-policy value", ("contender", *map("\n".join, columns)), rows, caption=caption)
-
-
-def _ranked(document: Document) -> list[Document]:
-    """All contenders except the logging policy, which makes no lists."""
-    return [contender for contender in document["contenders"] if contender["counts"]]
-
-
-def _value_cell(entry: Mapping[str, Any] | None) -> str:
-    if entry is None or entry["value"] is None:
-        return "-"
-    ends = entry["intervals"]["normal"]
-    half_width = "" if ends["low"] is None else f"\n±{(ends['high'] - ends['low']) / 2:.4f}"
-    return f"{entry['value']:.4f}{' !' if entry['warnings'] else ''}{half_width}"
-
-
-def _shown(contenders: Sequence[Document], headings: Sequence[str], k: int) -> list[str]:
-    known = contenders[0]["metrics"]
-    return [name for heading in headings for name in (f"{heading}@{k}", heading) if name in known]
-
-
-def _heading(metric: str) -> str:
-    return metric.split("@")[0].replace("_", "\n")
-
-
-def _cell(value: Mapping[str, Any] | None, *, bold: bool = False, signed: bool = False) -> Text:
-    if value is None or value["mean"] is None:
-        return Text("-")
-    text = f"{value['mean']:{'+' if signed else ''}.4f}"
-    text += "" if value["half_width"] is None else f"\n±{value['half_width']:.4f}"
-    return Text(text, style="bold" if bold else "")
+    show_tables(f"experiment {evaluation.document['experiment']}", *variants_tables(evaluation.document, narrow=True))
+    return VerbResult((evaluation.path, evaluation.report), result=evaluation.document)
 
 
 _SHOWN_ESTIMATORS = ("IPS", "SNIPS", "DR")
@@ -318,11 +192,7 @@ def show_decision(done: fit.Decision) -> None:
     """Prints the leaderboard and the answer."""
     from recpo.verbs.fit import leaderboard_table  # here, because other verbs print without it
 
-    found, rows = leaderboard_table(done.facts), []
-    for row in found.rows:
-        name = f"{row.name} (ships)" if row.name == done.chosen else row.name
-        rows.append((name, *(f"{cell.text} {cell.note}".strip() for cell in row.cells)))
-    say(table("contenders, the best first", found.head, rows, caption=found.caption))
+    show_tables("contenders, the best first", leaderboard_table(done.facts))
     warn(done.facts["advice"])
     print(f"ship {done.chosen}: {done.reason}")
 

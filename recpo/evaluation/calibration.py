@@ -506,7 +506,9 @@ class RewardComparison:
         options = {"resamples": self.options.resamples, "seed": self.options.seed}
         intervals = assess_grades(scale * test.reward + shift, test.grade, test.user, **options)
         if not np.isnan(test.dislike_score).any():
-            intervals["dislike_auc"] = assess(test.dislike_score, test.dislike, test.user, **options)["auc"]
+            rank = ranks(test.dislike_score)
+            auc = {"dislike_auc": lambda weight: roc_auc(rank, test.dislike, weight)}
+            intervals |= _over_resampled_users(auc, test.user, **options)
         return {"exposures": len(test.user), "users": len(np.unique(test.user)), **as_json(intervals)}
 
 

@@ -13,10 +13,9 @@ from recpo.artifacts.checksums import Kind
 from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
-from recpo.evaluation.html_report.parts import Cell, Row, Table, render
-from recpo.evaluation.html_report.view import html_report, html_table
+from recpo.evaluation.html_report.parts import render
+from recpo.evaluation.html_report.view import html_report, html_table, variants_tables
 from recpo.evaluation.reading import Document
-from recpo.evaluation.variants import INTERVALS
 
 #: Files of the directory: every number, the report, and the options that repeat the evaluation.
 METRICS, REPORT, RESOLVED = "metrics.json", "report.html", "resolved.yaml"
@@ -190,12 +189,6 @@ class VariantEvaluation(Evaluation):
     def html(self) -> str:
         """The report's page."""
         document = self.document
-        head = ("variant", "users", "impressions", "value", "dislikes", "difference of value", "difference of dislikes")
-        names = ("value", "dislikes", "difference", "dislikes_difference")
-        rows = [
-            Row(one["variant"], [Cell(f"{one[n]:,}") for n in head[1:3]] + [_variant_cell(one.get(n)) for n in names])
-            for one in document["variants"]
-        ]
         return render(
             "variants.html.jinja",
             title=f"Variants of experiment {document['experiment']}",
@@ -203,17 +196,8 @@ class VariantEvaluation(Evaluation):
             version=document["recpo_version"],
             numbers=METRICS,
             document=document,
-            table=Table(INTERVALS, head, rows),
+            tables=variants_tables(document),
         )
 
     def _repr_html_(self) -> str:
         return str(self.to_pandas().to_html(index=False))
-
-
-def _variant_cell(value: Mapping[str, Any] | None) -> Cell:
-    if value is None:
-        return Cell("")
-    low, high = value["sequence"] or (None, None)
-    sequence = "" if low is None else f" [{low:.4f}, {high:.4f}]"
-    half = "" if value["half_width"] is None else f" ± {value['half_width']:.4f}"
-    return Cell(f"{value['mean']:.4f}{half}{sequence}" if value["mean"] is not None else "")

@@ -48,8 +48,9 @@ def paired(document: Document, contender: str, against: str, metric: str) -> Doc
     """The paired difference ``contender - against`` of a metric, in either order of the document."""
     for pair in document["differences"]:
         if {pair["contender"], pair["against"]} == {contender, against}:
+            # + 0.0: without the sign of -0.0
             value, sign = pair["metrics"].get(metric), 1 if pair["contender"] == contender else -1
-            return None if value is None or value["mean"] is None else {**value, "mean": sign * value["mean"]}
+            return None if value is None or value["mean"] is None else {**value, "mean": sign * value["mean"] + 0.0}
     return None
 
 

@@ -276,7 +276,7 @@ def program_inputs(max_history: int, reads: ProgramReads, exclude: bool = True) 
 def _mask(histories: EncodedHistories, places: int) -> np.ndarray:
     if histories.allowed is not None:
         return histories.allowed
-    return np.ones((len(histories.item_ids), places), bool)
+    return np.broadcast_to(np.True_, (len(histories.item_ids), places))  # one byte, which ONNX Runtime copies to all
 
 
 def _of_side(side: str, lead: tuple[int, ...], features: tuple[Feature, ...]) -> list[ProgramInput]:

@@ -468,7 +468,8 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
         cells = [value, apart, Cell("yes" if row["lost"] else ""), warmth]
         cells += [_measured({"mean": row["reward"], "half_width": row["reward_half_width"]})] * has_rewards
         cells += [_measured(row["test"].get(name)) for name in tested]
-        rows.append(Row(row["name"], cells, _style(row, facts)))
+        name = f"{row['name']} (ships)" if row["name"] == facts["chosen"] else row["name"]
+        rows.append(Row(name, cells, _style(row, facts)))
     if facts["oracle"] is not None:
         blank = [Cell("")] * (4 + has_rewards)
         rows.append(Row("oracle", [*blank, *(_measured(facts["oracle"].get(name)) for name in tested)], "s3"))

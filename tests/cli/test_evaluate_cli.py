@@ -113,13 +113,13 @@ def test_the_directory_holds_the_document_the_report_and_the_options(evaluated):
     files = {"metrics.json", "recpo.json", "report.html", "resolved.yaml"}
     assert {file.name for file in out.iterdir()} == files | {"baselines"}
     assert yaml.safe_load((out / "resolved.yaml").read_text())["ks"] == [5, 10]
-    for expected in ("NDCG", "popularity", "run-1", "past: excluded", "paired differences", "warning:"):
+    for expected in ("NDCG", "popularity", "run-1", "past: excluded", "paired differences", "warning:", "coverage@5"):
         assert expected in printed
 
 
-def test_the_document_has_the_keys_of_schema_5(evaluated):
+def test_the_document_has_the_keys_of_its_format(evaluated):
     document = document_in(evaluated[0])
-    assert document["format_version"] == 6
+    assert document["format_version"] == 7
     expected = {"setting", "conventions", "warnings", "contenders", "differences", "labels", "training", "provenance"}
     assert document.keys() == expected | {"format_version", "same_weights", "headroom", "candidates", "new_items"}
     names = [contender["name"] for contender in document["contenders"]]

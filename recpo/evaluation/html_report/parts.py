@@ -176,11 +176,12 @@ _TARGETS = {
 
 
 class OffPolicyView:
-    """The off-policy values of the document as the template reads them."""
+    """The off-policy values of the document as the template reads them; ``narrow``: by the main estimators alone."""
 
-    def __init__(self, document: Document, style: Mapping[str, str]) -> None:
+    def __init__(self, document: Document, style: Mapping[str, str], *, narrow: bool = False) -> None:
         self.document = document
         self.style = style
+        self.narrow = narrow
 
     @cached_property
     def targets(self) -> list[str]:
@@ -204,9 +205,12 @@ class OffPolicyView:
         return figures
 
     def values(self, target: str) -> Table:
-        """Values, intervals and effective rows of every contender."""
+        """Values, intervals and effective rows of every contender, the logging policy among them."""
         found = {one["name"]: _estimates(one, target) for one in self.document["contenders"]}
-        estimators = list(dict.fromkeys(name for entries in found.values() for name in entries))
+        every = dict.fromkeys(name for entries in found.values() for name in entries)
+        estimators = [name for name in every if name in _ESTIMATORS or not self.narrow]
+        if (logged := self.logged) is not None:
+            found[LOGGING_POLICY] = dict.fromkeys(estimators, logged)
         rows = []
         for contender in self.document["contenders"]:
             entries = found[contender["name"]]
@@ -216,8 +220,8 @@ class OffPolicyView:
             cells = [*(_value_cell(entries.get(estimator)) for estimator in estimators), Cell(effective)]
             rows.append(Row(contender["name"], cells, self.style[contender["name"]]))
         meaning = _TARGETS[target.split("_")[0]]
-        caption = f"{target}: {meaning}; value and bootstrap 95 % interval; ! carries a warning; - no probabilities"
-        return Table(caption, ["contender", *estimators, "effective rows"], rows)
+        told = "mean reward per exposure and its bootstrap 95 % interval; ! read its warning in the report; - not known"
+        return Table(f"{target}: {meaning}; {told}", ["contender", *estimators, "effective rows"], rows)
 
     def diagnostics(self, target: str) -> Table:
         """The importance weights of every contender."""

@@ -15,12 +15,15 @@ from recpo.evaluation.html_report import parts, svg
 from recpo.evaluation.html_report.svg import Figure, number_text
 from recpo.evaluation.reading import Document, Value, further_at, lower_is_better, paired, shares_at
 from recpo.evaluation.segments import NEW_METRICS
+from recpo.evaluation.variants import INTERVALS
 
 _ACCURACY = ("NDCG", "Recall", "HitRate", "MRR", "MAP", "Precision", "gNDCG")
 _DISLIKES = ("disliked", "disliked_hit_rate", "disliked_MRR", "disliked_rank")
 _TRUE = ("true_reward", "true_dislike")
 _MAIN = ("NDCG", "Recall", "HitRate", "MRR", "disliked", *_TRUE)
-_COMPARED = ("NDCG", "Recall", "HitRate", "disliked", "true_reward")
+_COMPARED = ("NDCG", "Recall", "HitRate", "disliked", *_TRUE)
+_NARROW_MAIN = ("NDCG", "Recall", "HitRate", "AUC_other", "disliked", "true_reward")
+_NARROW_COMPARED = ("NDCG", "Recall", "disliked", *_TRUE)
 _DRAWN = ("NDCG", "Recall", "MRR", "disliked", *_TRUE)
 _OVER_K = ("NDCG", "Recall", "HitRate", "disliked")
 _MOST_FOR_ALL_PAIRS = 4
@@ -85,17 +88,50 @@ def html_table(document: Document) -> str:
     return str(macros.table(EvaluationView(document).main_table))
 
 
-class EvaluationView:
-    """The document of an evaluation as the template reads it."""
+def variants_tables(document: Document, *, narrow: bool = False) -> list[parts.Table]:
+    """The variants of a served log, and what users of interleaved lists prefer.
 
-    def __init__(self, document: Document) -> None:
+    Args:
+        document: see ``recpo.evaluation.variants.variants_document``.
+        narrow: for a terminal, without the difference of dislikes.
+    """
+    counts, tables = ("users", "impressions"), []
+    heads = {"value": "value", "dislikes": "dislikes", "difference": "difference of value"}
+    heads |= {} if narrow else {"dislikes_difference": "difference of dislikes"}
+    if document["variants"]:
+        rows = []
+        for one in document["variants"]:
+            cells = [parts.Cell(f"{one[name]:,}") for name in counts]
+            cells += [_sequence_cell(one.get(name), signed="difference" in name) for name in heads]
+            rows.append(parts.Row(one["variant"], cells))
+        caption = f"control {document['control']}; {INTERVALS}"
+        tables.append(parts.Table(caption, ["variant", *counts, *heads.values()], rows))
+    if (found := document["preference"]) is not None:
+        cells = [parts.Cell(f"{found[name]:,}") for name in counts] + [_sequence_cell(found, signed=True)]
+        cells += [parts.Cell(f"{100 * found[name]:.1f} %") for name in ("wins", "losses")]
+        rows = [parts.Row(f"{found['of']} over {found['over']}", cells)]
+        head = ["preference", *counts, "credit", "won", "lost"]
+        tables.append(parts.Table(f"interleaved lists; {INTERVALS}", head, rows))
+    return tables
+
+
+class EvaluationView:
+    """The document of an evaluation as the template reads it, and, with fewer columns, as a terminal has room for it.
+
+    Args:
+        document: all numbers.
+        narrow: the main tables have fewer columns; the main metrics of seeds of one recipe are in rows of their own.
+    """
+
+    def __init__(self, document: Document, *, narrow: bool = False) -> None:
         self.document = document
+        self.narrow = narrow
         self.setting: Document = document["setting"]
         self.k: int = self.setting["ks"][0]
         self.shares = _SHARES
         self.rows_of_all = parts.rows_of(document)
         self.style = {one["name"]: row.style for row in self.rows_of_all for one in row.members}
-        self.off_policy = parts.OffPolicyView(document, self.style)
+        self.off_policy = parts.OffPolicyView(document, self.style, narrow=narrow)
 
     # the answer
 
@@ -172,9 +208,9 @@ class EvaluationView:
     @property
     def main_table(self) -> parts.Table:
         """The main metrics at the first k, that of the answer first, with the best of a column marked."""
-        metrics = [*self._at(_MAIN, self.k), *further_at(self.document, self.k)]
+        metrics = [*self._at(_NARROW_MAIN if self.narrow else _MAIN, self.k), *further_at(self.document, self.k)]
         metrics.sort(key=lambda metric: self.criterion is None or metric != self.criterion.name)
-        return self._metrics_table(metrics, f"lists of {self.k}", self.rows)
+        return self._metrics_table(metrics, f"lists of {self.k}", self.single if self.narrow else self.rows)
 
     @property
     def all_metrics(self) -> list[tuple[str, parts.Table]]:
@@ -189,7 +225,8 @@ class EvaluationView:
     @property
     def new_items_tables(self) -> list[parts.Table]:
         """Metrics on new items, a table per list length."""
-        return self._tables_per_k(NEW_METRICS, "new items, ")
+        about = "new items, candidates without an event in training; true reward: of the best new items as ranked; "
+        return self._tables_per_k(NEW_METRICS, about)
 
     @property
     def beyond_accuracy(self) -> list[parts.Table]:
@@ -214,10 +251,12 @@ class EvaluationView:
     def headroom(self) -> list[parts.Table]:
         """The shares of the true value between the start and the oracle, one table per list length."""
         found, tables = self.document.get("headroom") or {}, []
+        metrics = {one["name"]: one["metrics"] for one in self.ranked}
         for k in self.setting["ks"]:
-            rows = [
-                parts.Row(name, [_share_cell(value)], self.style[name]) for name, value in shares_at(self.document, k)
-            ]
+            rows = []
+            for name, value in shares_at(self.document, k):
+                reward = parts.Spread.of([metrics[name].get(f"true_reward@{k}")])
+                rows.append(parts.Row(name, [_spread_cell(reward), _share_cell(value)], self.style[name]))
             if rows:
                 ends = found["metrics"][f"true_reward@{k}"]
                 caption = (
@@ -225,7 +264,7 @@ class EvaluationView:
                     f"start: {found['start']}, {ends['start']:.4f} ({found['start_is']}); oracle: every user's best "
                     f"items by true reward among those that may be listed, {ends['oracle']:.4f}"
                 )
-                tables.append(parts.Table(caption, ["contender", "share of the headroom"], rows))
+                tables.append(parts.Table(caption, ["contender", "true_reward", "share of the headroom"], rows))
         return tables
 
     def segment_table(self, segment: str) -> parts.Table:
@@ -265,7 +304,8 @@ class EvaluationView:
 
     def differences(self, pairs: Sequence[tuple[str, str]]) -> parts.Table:
         """Paired differences at the first k."""
-        metrics = [*self._at(_COMPARED, self.k), *further_at(self.document, self.k)]
+        names = _NARROW_COMPARED if self.narrow else _COMPARED
+        metrics = [*self._at(names, self.k), *further_at(self.document, self.k)]
         rows = [
             parts.Row(
                 f"{one} - {other}", [_difference_cell(paired(self.document, one, other, name)) for name in metrics]
@@ -276,7 +316,7 @@ class EvaluationView:
             f"lists of {self.k}; mean of the per-user difference ± half of its 95 % interval; * survives Holm's "
             "correction at 5 % for all pairs of contenders on that metric"
         )
-        return parts.Table(caption, ["contender - against", *metrics], rows)
+        return parts.Table(caption, ["contender - against", *(metric.split("@")[0] for metric in metrics)], rows)
 
     @property
     def difference_charts(self) -> list[Figure]:
@@ -427,8 +467,8 @@ class EvaluationView:
         return list(dict.fromkeys(metric for one in self.document["contenders"] for metric in one["metrics"]))
 
     def _at(self, names: Iterable[str], k: int) -> list[str]:
-        """The metrics among ``names`` at ``k`` that at least one contender has."""
-        return [f"{name}@{k}" for name in names if f"{name}@{k}" in self._every]
+        """The metrics among ``names``, at ``k`` or without a list length, that at least one contender has."""
+        return [one for name in names for one in (f"{name}@{k}", name) if one in self._every]
 
     @property
     def _periods(self) -> list[tuple[str, list[Document]]]:
@@ -468,7 +508,7 @@ class EvaluationView:
         head = [metric.split("@")[0] + arrow for metric, arrow in zip(metrics, arrows, strict=True)]
         caption = f"{about}; mean ± half of the 95 % interval over users"
         caption += "; seeds: mean, lowest to highest" if any(len(row.members) > 1 for row in rows) else ""
-        caption += "; ↑ higher is better, ↓ lower; shaded: the best" if is_ranked else ""
+        caption += "; ↑ higher is better, ↓ lower; bold: the best" if is_ranked else ""
         return parts.Table(caption, ["contender", *head], shown)
 
 
@@ -508,6 +548,14 @@ def _difference_cell(value: Document | None) -> parts.Cell:
     mean, _, half_width = reading.with_interval(value, signed=True).partition(" ")
     survives = value["survives_holm"]
     return parts.Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
+
+
+def _sequence_cell(value: Document | None, *, signed: bool) -> parts.Cell:
+    if value is None or value["mean"] is None:
+        return parts.Cell("-")
+    mean, _, half_width = reading.with_interval(value, signed).partition(" ")
+    sequence = "" if value["sequence"] is None else "\n[{:.4f}, {:.4f}]".format(*value["sequence"])
+    return parts.Cell(mean, half_width.replace(" ", "") + sequence)
 
 
 def _total_cell(value: float | None) -> parts.Cell:
