@@ -565,7 +565,9 @@ def test_ease_is_a_baseline_where_it_fits_the_budget(tmp_path, monkeypatch, item
     assert 2**28 < fit_road._memory() < 2**50
     monkeypatch.setattr(fit_road, "_memory", lambda: memory)
     road = Road(tmp_path, RoadOptions(minutes=minutes))
-    road.data = SimpleNamespace(num_items=items, feedback_counts={"train": {"skipped": 0, "disliked": 0}})
+    road.data = SimpleNamespace(
+        num_items=items, repeats=False, feedback_counts={"train": {"skipped": 0, "disliked": 0}}
+    )
     assert road.baselines == ["popularity", "item_rate", "sequential_rules", "implicit_als"] + ["ease"] * is_fitted
 
 

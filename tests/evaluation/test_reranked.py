@@ -43,7 +43,7 @@ def counting_down(histories, k, exclude):
 def two_users():
     """Users without a history."""
     none = torch.zeros(2, 4, dtype=torch.long)
-    return EvaluationBatch(FeedbackBatch(Histories(none, none[:, 0]), None, torch.arange(2)), none)
+    return EvaluationBatch(FeedbackBatch(Histories(none, none[:, 0]), None, torch.arange(2)), none, none)
 
 
 def test_the_first_k_are_chosen_from_the_shortlist_and_the_rest_follows_by_relevance():
@@ -66,7 +66,7 @@ def test_calibration_reads_the_whole_past():
     reranker = Calibration("topic", 0.01)
     contender = reranked_contender(base, reranker, known, lambda loaded: None, k=3, shortlist=9)
     past = torch.tensor([[2, 5, 0], [3, 6, 9]])
-    lists = contender.load().lists(two_users(), 3, past).item_ids
+    lists = contender.load().lists(two_users()._replace(past=past, exclude=past), 3).item_ids
     assert (lists % 3).tolist() == [[2, 2, 2], [0, 0, 0]]
 
 
