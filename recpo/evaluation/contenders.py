@@ -24,7 +24,7 @@ from recpo.base.feedback import UNKNOWN
 from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.evaluation import baselines
-from recpo.evaluation.baselines import FITTED, BaselineCache, by_place, first_allowed
+from recpo.evaluation.baselines import FITTED, BaselineCache, by_place
 from recpo.evaluation.candidates import internal_ids
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
@@ -32,10 +32,11 @@ from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, rerank
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
-from recpo.ops.ranking import is_member
+from recpo.ops.ranking import first_allowed, is_member
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions
+from recpo.rewards.popularity import item_scores, popularity_of
 from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules, personal_popularity
 
 #: A trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or one of the
@@ -132,9 +133,7 @@ def baseline(
             return loaded_model(fit_sequential_rules(data, options.sequential_rules), name)
         if name == "personal_popularity":
             return loaded_model(personal_popularity(data), name)
-        scores = torch.from_numpy(baselines.item_scores(name, data, options.recency_half_life))
-        popularity = baselines.Popularity(scores)
-        return Recommender(popularity.recommend, name=name, score=popularity.score)
+        return loaded_model(popularity_of(item_scores(name, data, options.recency_half_life)), name)
 
     # no library that we know has AllRank, so it is not among what a team has without recpo
     return Contender(name, "factors" if name == "allrank" else "baseline", load)

@@ -17,6 +17,7 @@ from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import GRADES, LEAST_POSITIVE_LEVEL
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
+from recpo.ops.ranking import first_allowed
 from recpo.policies import catalog_search, grade_factors, sampling
 from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
 
@@ -109,6 +110,18 @@ class PopularityPolicy(BaselinePolicy):
     def scores(self, histories: Histories) -> Tensor:
         """See ``BaselinePolicy.scores``."""
         return self.item_scores.expand(histories.item_ids.shape[0], -1)
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``. All users share one ranking, so the cost hardly grows with the catalog."""
+        if torch.compiler.is_exporting():
+            return super().recommend(histories, k, exclude)
+        catalog_search.validate_list_length(k, self.num_items)
+        depth = min(self.num_items, k + (0 if exclude is None else exclude.shape[1]))
+        ranking = catalog_search.block_top_k(self.item_scores[None], depth)[1] + 1
+        item_ids = first_allowed(ranking.expand(len(histories.item_ids), -1), k, exclude)
+        logits = self.item_scores / self.temperature
+        logp = logits[(item_ids - 1).clamp_min(0)] - logits.logsumexp(0)
+        return Recommendations(item_ids, logp.masked_fill(item_ids == 0, -torch.inf))
 
 
 class FactorPolicy(BaselinePolicy):

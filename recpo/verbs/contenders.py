@@ -23,7 +23,7 @@ from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import Reads, Side
 from recpo.base.types import Histories, Recommendations
-from recpo.evaluation.baselines import FITTED, BaselineCache, fitted_model, item_scores
+from recpo.evaluation.baselines import FITTED, BaselineCache, fitted_model
 from recpo.evaluation.contenders import (
     BASELINES,
     Baseline,
@@ -39,10 +39,11 @@ from recpo.evaluation.contenders import (
 from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
 from recpo.log.prepared import Prepared
-from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy
+from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, ImplicitPolicy
 from recpo.policies.tilted import OnBase
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EASE, ImplicitALS
+from recpo.rewards.popularity import item_scores, popularity_of
 from recpo.rewards.sequential_rules import fit_sequential_rules, personal_popularity
 from recpo.serving.bundle import Bundle, bundle_item_vectors
 from recpo.serving.histories import EncodedHistories, HistoryReader
@@ -431,9 +432,7 @@ def _of_name(name: Baseline, data: Prepared, cache: BaselineCache, options: Base
     if name == "personal_popularity":
         return ServedBaseline(name, personal_popularity(data), {})
     if name not in FITTED:
-        popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
-        popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())
-        return ServedBaseline(name, popular, {})
+        return ServedBaseline(name, popularity_of(item_scores(name, data, options.recency_half_life)), {})
     model = fitted_model(name, data, getattr(options, name), cache)
     if isinstance(model, Factors):
         return _of_factors(name, model)
