@@ -18,7 +18,8 @@ from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_allowed
 from recpo.rewards.factors import Factors
-from recpo.rewards.implicit import EASE, ImplicitALS, fit_ease, fit_implicit
+from recpo.rewards.fitted_policies import FittedPolicy, open_fitted, save_fitted
+from recpo.rewards.implicit import fit_ease, fit_implicit
 from recpo.rewards.selection import fit_factors
 
 
@@ -54,7 +55,7 @@ def by_place(items: Tensor) -> Recommendations:
 BASELINES_DIRECTORY: Final = "baselines"
 #: The baselines whose models are fitted, and kept.
 FITTED: Final = ("factorization", "implicit_als", "allrank", "ease")
-_VERSION: Final = 2  # version of the fitting methods; a new version fits again
+_VERSION: Final = 3  # version of the fitting methods and files; a new version fits again
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class BaselineCache:
 
 def fitted_model(
     name: str, data: Prepared, options: Any, cache: BaselineCache, progress: bool = False
-) -> Factors | ImplicitALS | EASE:
+) -> Factors | FittedPolicy:
     """The model of a baseline of ``FITTED``: an existing one of the cache, or a new one.
 
     Args:
@@ -85,17 +86,18 @@ def fitted_model(
     Raises:
         RecpoError: the existing model is damaged.
     """
-    recipes: dict[str, tuple[Callable[..., Any], Callable[[Path], Any], str]] = {
-        "factorization": (fit_factors, Factors.open, ""),  # a directory
-        "implicit_als": (fit_implicit, ImplicitALS.open, ".safetensors"),
-        "allrank": (fit_implicit, ImplicitALS.open, ".safetensors"),
-        "ease": (fit_ease, EASE.open, ".safetensors"),
+    in_one_file = save_fitted, open_fitted, ".safetensors"
+    recipes: dict[str, tuple[Callable[..., Any], Callable[[Any, Path], None], Callable[[Path], Any], str]] = {
+        "factorization": (fit_factors, Factors.save, Factors.open, ""),  # a directory
+        "implicit_als": (fit_implicit, *in_one_file),
+        "allrank": (fit_implicit, *in_one_file),
+        "ease": (fit_ease, *in_one_file),
     }
-    fit, opened, suffix = recipes[name]
+    fit, save, opened, suffix = recipes[name]
     content = {"version": _VERSION, "baseline": name, "options": asdict(options), "prepared": data.manifest}
     file = f"{name}-{sha256(json.dumps(content, sort_keys=True, default=str).encode())[:16]}{suffix}"
     kept = None if cache.reads is None else cache.reads / file
-    model: Factors | ImplicitALS | EASE
+    model: Factors | FittedPolicy
     if kept is None or not kept.exists():
         model = fit(data, options, progress=progress)
     else:
@@ -106,5 +108,5 @@ def fitted_model(
             raise RecpoError(message, code="damaged", field=file) from error
     if cache.writes is not None and not (cache.writes / file).exists():
         cache.writes.mkdir(parents=True, exist_ok=True)
-        model.save(cache.writes / file)
+        save(model, cache.writes / file)
     return model
