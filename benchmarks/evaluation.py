@@ -35,12 +35,12 @@ import torch
 
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Slates
-from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import item_segments
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.rewards.popularity import popularity_of
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = {"recpo": "", "numpy": "", "replay": "replay", "rectools": "rectools"}  # and the environment they need
@@ -136,7 +136,7 @@ def whole_pass(options: argparse.Namespace, size: str, contender: str, everythin
 
 def random_recommender(contender: str, items: int, scores: bool) -> Recommender:
     if contender == "popularity":
-        return Recommender(Popularity(torch.arange(items)).recommend)
+        return Recommender(popularity_of(np.arange(items)).recommend)
     torch.manual_seed(0)
     policy = CatalogSoftmaxPolicy(items, dim=DIM, max_history=HISTORY).eval()
     return Recommender(policy.recommend, policy.log_prob if scores else None)

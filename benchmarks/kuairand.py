@@ -50,14 +50,15 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.features import FeatureArrays, Reads
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, Slates
 from recpo.batches.slates import evaluation_batches
-from recpo.evaluation.baselines import Popularity, first_allowed
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
+from recpo.evaluation.contenders import loaded_model
 from recpo.evaluation.estimates import estimate, estimate_over_seeds
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import NewItems, new_items
 from recpo.log.prepared import Prepared
 from recpo.ops.exposures import exposure_auc, held_out_targets
-from recpo.ops.ranking import first_places
+from recpo.ops.ranking import first_allowed, first_places
+from recpo.rewards.popularity import popularity_of
 from recpo.rewards.rewards import EnsembleReward
 from recpo.training.learned_reward import LearnedReward
 from recpo.verbs.factorize import factorize
@@ -405,7 +406,7 @@ def item_rate(data):
     """Every user gets the same: the smoothed positive rate of an item."""
     known = exposures(data, "train", True)
     rate = rates(known.items, known.positive, data.num_items + 1, ITEM_PRIOR, known.positive.mean())[1:, 0]
-    return Popularity(torch.from_numpy(rate))
+    return loaded_model(popularity_of(rate), "item rate")
 
 
 def made_here(name, seed, data, options):

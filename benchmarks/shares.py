@@ -71,7 +71,7 @@ PARTS = (
     ("off-policy values", "evaluation/off_policy/"),
     ("means, intervals, differences", "estimates.py:", "evaluation/document.py:"),
     ("report", "evaluation/html_report", "jinja2/"),
-    ("baselines", "evaluation/baselines.py:"),
+    ("baselines", "evaluation/baselines.py:", "policies/baseline.py:"),
     ("graph of the program", "serving/program.py:exported_program"),
     ("ONNX program of the graph", "serving/onnx_program.py:save_onnx"),
     ("comparison with the policy", "program.py:verify_", "program.py:overlap"),

@@ -23,8 +23,7 @@ from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
 from recpo.base.frames import FrameOrPath, first_values, id_column, number_column, require_columns, to_arrow
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
-from recpo.evaluation import baselines
-from recpo.evaluation.baselines import FITTED, BaselineCache, by_place, first_allowed
+from recpo.evaluation.baselines import FITTED, BaselineCache, UniformlyRandom, by_place, fitted_model
 from recpo.evaluation.candidates import internal_ids
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
@@ -32,10 +31,11 @@ from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, rerank
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
-from recpo.ops.ranking import is_member
+from recpo.ops.ranking import first_allowed, is_member
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions
+from recpo.rewards.popularity import item_scores, popularity_of
 from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules, personal_popularity
 
 #: A trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or one of the
@@ -124,17 +124,9 @@ def baseline(
     """
 
     def load() -> Recommender:
-        if name in FITTED:
-            return loaded_model(baselines.fitted_model(name, data, getattr(options, name), cache, progress), name)
         if name == "random":
-            return Recommender(baselines.UniformlyRandom(data.num_items).recommend, name=name)
-        if name == "sequential_rules":
-            return loaded_model(fit_sequential_rules(data, options.sequential_rules), name)
-        if name == "personal_popularity":
-            return loaded_model(personal_popularity(data), name)
-        scores = torch.from_numpy(baselines.item_scores(name, data, options.recency_half_life))
-        popularity = baselines.Popularity(scores)
-        return Recommender(popularity.recommend, name=name, score=popularity.score)
+            return Recommender(UniformlyRandom(data.num_items).recommend, name=name)
+        return loaded_model(baseline_model(name, data, options, cache, progress), name)
 
     # no library that we know has AllRank, so it is not among what a team has without recpo
     return Contender(name, "factors" if name == "allrank" else "baseline", load)
@@ -170,14 +162,27 @@ def validate_names(contenders: Sequence[Contender]) -> None:
 
 
 class _Scoring(Protocol):
-    """Implicit ALS, AllRank, EASE, sequential rules and personal popularity."""
+    """The policies of baselines (``recpo.policies.baseline``)."""
 
-    @property
-    def max_history(self) -> int: ...
+    max_history: int
+    reads: Reads
 
     def scores(self, histories: Histories) -> Tensor: ...
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations: ...
+
+
+def baseline_model(
+    name: Baseline, data: Prepared, options: BaselineOptions, cache: BaselineCache, progress: bool = False
+) -> Factors | _Scoring:
+    """The model of a baseline, other than ``random``: factors, or a policy. The arguments are those of ``baseline``."""
+    if name in FITTED:
+        return fitted_model(name, data, getattr(options, name), cache, progress)
+    if name == "sequential_rules":
+        return fit_sequential_rules(data, options.sequential_rules)
+    if name == "personal_popularity":
+        return personal_popularity(data)
+    return popularity_of(item_scores(name, data, options.recency_half_life))
 
 
 def loaded_model(model: Factors | _Scoring, name: str) -> Recommender:
@@ -198,8 +203,7 @@ def loaded_model(model: Factors | _Scoring, name: str) -> Recommender:
             return model.bounded_grades(histories, items.cpu()).to(items.device)
         return model.scores(histories).gather(1, (items.cpu() - 1).clamp_min(0)).to(items.device)
 
-    reads = model.reads if isinstance(model, Factors) else Reads()
-    return Recommender(recommend, name=name, score=score, max_history=model.max_history, reads=reads)
+    return Recommender(recommend, name=name, score=score, max_history=model.max_history, reads=model.reads)
 
 
 USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"

@@ -13,10 +13,11 @@ from torch import Tensor
 from recpo.base.contracts import MadeFor, RewardFunction
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
-from recpo.evaluation.baselines import by_place, first_allowed
+from recpo.evaluation.baselines import by_place
 from recpo.evaluation.candidates import HeldOut, has_positions
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.log.prepared import Prepared
+from recpo.ops.ranking import first_allowed
 from recpo.worlds.truth import Truth
 
 #: Name of the contender that knows the users' true preferences.

@@ -216,6 +216,16 @@ def first_places(item_ids: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros_like(mask).scatter(1, order, first)
 
 
+def first_allowed(candidates: Tensor, k: int, exclude: Tensor | None) -> Tensor:
+    """The first ``k`` of ``candidates [B, C]`` that are not in ``exclude [B, M]``: ``[B, k]``, filled up with 0."""
+    allowed = candidates.new_ones(candidates.shape, dtype=torch.bool)
+    if exclude is not None:
+        allowed = ~is_member(candidates, exclude)
+    order = (~allowed).int().argsort(dim=1, stable=True)[:, :k]
+    chosen = candidates.gather(1, order).masked_fill(~allowed.gather(1, order), 0)
+    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[1]))
+
+
 def sorted_members(items: Tensor, mask: Tensor) -> Tensor:
     """``[B, M]``, at least one column: the masked items of every row, ascending, ``NO_ITEM`` behind them."""
     kept = items.long().masked_fill(~mask | (items == 0), NO_ITEM)

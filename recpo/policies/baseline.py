@@ -6,7 +6,8 @@ AllRank, EASE and sequential rules.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,6 +18,7 @@ from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import GRADES, LEAST_POSITIVE_LEVEL
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
+from recpo.ops.ranking import first_allowed, first_places
 from recpo.policies import catalog_search, grade_factors, sampling
 from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
 
@@ -28,13 +30,19 @@ class BaselinePolicy(Policy):
         num_items: catalog size V.
         max_history: number of most recent events that the model reads; at least 1.
         temperature: difference in score that moves the log-odds of two items by 1; above 0. Lists do not depend on it.
+
+    Attributes:
+        facts: how the model was fitted and selected; empty if it was only counted.
     """
+
+    facts: Mapping[str, Any]
 
     def __init__(self, num_items: int, *, max_history: int, temperature: float) -> None:
         grade_factors.validate_temperature(temperature)
         validate_range(max_history >= 1, "max_history", "must be at least 1", max_history)
         super().__init__()
         self.num_items, self.max_history, self.temperature = num_items, max_history, temperature
+        self.facts = {}
 
     @abstractmethod
     def scores(self, histories: Histories) -> Tensor:
@@ -46,7 +54,8 @@ class BaselinePolicy(Policy):
         state, columns = plan.states, planned_items(plan, batch.slates) - 1
         logp, begin = columns.new_zeros(len(columns), dtype=torch.float32), 0
         for some in plan.rows.split(sampling.contexts_at_once(self.num_items)):
-            parts = [self._logp(part) for part in prefixes(batch.histories, some // width, some % width)]
+            seen = prefixes(batch.histories, some // width, some % width)
+            parts = [(self.scores(part) / self.temperature).log_softmax(1) for part in seen]
             here = (state >= begin) & (state < begin + len(some))
             logp[here] = torch.cat(parts)[state[here] - begin, columns[here]]
             begin += len(some)
@@ -74,19 +83,17 @@ class BaselinePolicy(Policy):
         ids, logp = sampling.draw_from_scores(logits, group_size, options)
         return ids, logp[..., None]
 
-    def _logp(self, histories: Histories) -> Tensor:
-        return (self.scores(histories) / self.temperature).log_softmax(1)
-
     def _best(self, histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
-        logp = F.pad(self._logp(histories), (1, 0), value=-torch.inf)
+        logits = self.scores(histories) / self.temperature
+        allowed = F.pad(logits, (1, 0), value=-torch.inf)
         if exclude is not None:
-            logp = logp.scatter(1, exclude, -torch.inf)
+            allowed = allowed.scatter(1, exclude, -torch.inf)
         if torch.compiler.is_exporting():
-            best, ids = logp.topk(k, 1)
+            best, ids = allowed.topk(k, 1)
             ids = catalog_search.ties_to_smaller_id(best, ids, self.num_items + 1)
         else:
-            best, ids = catalog_search.block_top_k(logp, k)
-        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best)
+            best, ids = catalog_search.block_top_k(allowed, k)
+        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - logits.logsumexp(1, keepdim=True))
 
 
 class PopularityPolicy(BaselinePolicy):
@@ -109,6 +116,18 @@ class PopularityPolicy(BaselinePolicy):
     def scores(self, histories: Histories) -> Tensor:
         """See ``BaselinePolicy.scores``."""
         return self.item_scores.expand(histories.item_ids.shape[0], -1)
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``. All users share one ranking, so the cost hardly grows with the catalog."""
+        if torch.compiler.is_exporting():
+            return super().recommend(histories, k, exclude)
+        catalog_search.validate_list_length(k, self.num_items)
+        depth = min(self.num_items, k + (0 if exclude is None else exclude.shape[1]))
+        ranking = catalog_search.block_top_k(self.item_scores[None], depth)[1] + 1
+        item_ids = first_allowed(ranking.expand(len(histories.item_ids), -1), k, exclude)
+        logits = self.item_scores / self.temperature
+        logp = logits[(item_ids - 1).clamp_min(0)] - logits.logsumexp(0)
+        return Recommendations(item_ids, logp.masked_fill(item_ids == 0, -torch.inf))
 
 
 class FactorPolicy(BaselinePolicy):
@@ -141,7 +160,7 @@ class FactorPolicy(BaselinePolicy):
 class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
     """Implicit ALS or AllRank (``recpo.rewards.implicit``): ``x · y_i``, with ``x`` folded in from the history.
 
-    Its logits are dot products, so a tilted policy on top of it is exact.
+    The fold-in is the user step of the fit. The logits are dot products, so a tilted policy on top of it is exact.
 
     Args:
         num_items: catalog size V.
@@ -172,16 +191,22 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         temperature: float = 0.1,
     ) -> None:
         super().__init__(num_items, max_history=max_history, temperature=temperature)
-        self.graded, self.unobserved, self.ridge, self.nu, self.dim = graded, unobserved, ridge, nu, rank
+        self.graded, self.unobserved, self.ridge, self.nu = graded, unobserved, ridge, nu
+        self.rank = self.dim = rank
         self.register_buffer("item_factors", torch.zeros(num_items, rank))
 
     def scores(self, histories: Histories) -> Tensor:
         """See ``BaselinePolicy.scores``."""
-        return self._users(histories) @ self.item_factors.T
+        return self.fold_in(histories) @ self.item_factors.T
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``."""
+        catalog_search.validate_list_length(k, self.num_items)
+        return catalog_search.top_k(self.last_states(histories), self.output_vectors(), k, exclude)
 
     def last_states(self, histories: Histories) -> Tensor:
         """See ``DotProductPolicy.last_states``."""
-        return self._users(histories) / self.temperature
+        return self.fold_in(histories) / self.temperature
 
     def states_at(self, histories: Histories, context: Tensor, visible: Tensor) -> Tensor:
         """See ``DotProductPolicy.states_at``: every prefix is folded in by itself."""
@@ -195,8 +220,8 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         """See ``DotProductPolicy.output_vectors``."""
         return F.pad(self.item_factors, (0, 0, 1, 0))
 
-    def _users(self, histories: Histories) -> Tensor:
-        """``x`` of the histories, ``[B, r]``."""
+    def fold_in(self, histories: Histories) -> Tensor:
+        """``x`` of the histories, ``[B, r]`` float32."""
         if self.graded:
             known, targets = graded_events(histories, self.max_history)
         else:
@@ -207,7 +232,9 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         ridge = self.ridge * (known.sum(1).double() + self.unobserved * self.num_items) ** self.nu
         identity = torch.eye(items.shape[1], dtype=items.dtype, device=items.device)
         matrices = rows.transpose(1, 2) @ rows + self.unobserved * (items.T @ items) + ridge[:, None, None] * identity
-        return grade_factors.solve_positive_definite(matrices, (rows * targets[..., None]).sum(1)).float()
+        solve = grade_factors.solve_positive_definite if torch.compiler.is_exporting() else torch.linalg.solve
+        users: Tensor = solve(matrices, (rows * targets[..., None]).sum(1))
+        return users.float()
 
 
 class EasePolicy(BaselinePolicy):
@@ -231,6 +258,9 @@ class EasePolicy(BaselinePolicy):
     def scores(self, histories: Histories) -> Tensor:
         """See ``BaselinePolicy.scores``."""
         known = distinct_positives(histories, self.max_history)
+        if not torch.compiler.is_exporting():
+            row, once = (histories.item_ids - 1).clamp_min(0), known.to(self.weights.dtype)
+            return F.embedding_bag(row, self.weights, mode="sum", per_sample_weights=once)
         ids = torch.where(known, histories.item_ids, 0)
         chosen = torch.zeros_like(self.weights[:1, :1]).expand(ids.shape[0], self.num_items + 1)
         return chosen.scatter(1, ids, 1.0)[:, 1:] @ self.weights
@@ -330,10 +360,12 @@ def graded_events(histories: Histories, max_history: int) -> tuple[Tensor, Tenso
 def distinct_positives(histories: Histories, max_history: int) -> Tensor:
     """``[B, H]`` bool: the last one of each item, of the last ``max_history`` events at one of the upper levels.
 
-    The items of ``recpo.rewards.implicit.positive_places``, by comparison of all pairs, which exported programs can do.
+    Exported programs, which cannot sort in a stable way, compare all pairs.
     """
     item_ids, (feedback, recent) = histories.item_ids, grade_factors.recent_feedback(histories, max_history)
-    place = torch.arange(item_ids.shape[1], device=item_ids.device)
     known = recent & (feedback >= LEAST_POSITIVE_LEVEL)
+    if not torch.compiler.is_exporting():
+        return first_places(item_ids.flip(1), known.flip(1)).flip(1)
+    place = torch.arange(item_ids.shape[1], device=item_ids.device)
     again = (item_ids[:, :, None] == item_ids[:, None, :]) & known[:, None, :] & (place[None, :] > place[:, None])
     return known & ~again.any(2)

@@ -10,8 +10,6 @@ Uncertainty of a factor model's grades: the posterior variance of two ridge regr
 ``noise (x_uᵀ C_i x_u + y_iᵀ C_u y_i)`` with ``x_u = [p_u, 1]``, ``y_i = [q_i, 1]`` and the inverses ``C`` of the normal
 matrices: the uncertainty of the item plus the uncertainty of the user, each given the other. It shrinks with every
 event of either. It is a dot product of one vector per user and one per item.
-
-Single-file models in safetensors with a checksum, which an evaluation keeps for its baselines.
 """
 
 import json
@@ -19,18 +17,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self, cast
+from typing import Any, ClassVar, Final, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import sha256, verify
-from recpo.artifacts.documents import describe_os_error, write_tensors
-from recpo.artifacts.outputs import output_directory, output_file
+from recpo.artifacts.documents import write_tensors
+from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.features import FeatureSchema, Reads, Side
 from recpo.base.feedback import GRADES, FeedbackDefinition
@@ -452,63 +450,7 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
     return model.noise * (of_item + of_user).clamp_min(0.0)
 
 
-_VERSION: Final = 1
-_FILE_REMEDY: Final = "remove the file, it will be made again"
-
-
 def plain(options: Any) -> dict[str, Any]:
     """The fields of a dataclass as JSON values."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(options)))
     return values
-
-
-class ModelInOneFile:
-    """A dataclass that is stored in one file: its tensors as tensors, all other fields as JSON, and a checksum of both.
-
-    Attributes:
-        kind: the kind of model, also stored in the file.
-    """
-
-    kind: ClassVar[str]
-
-    def save(self, path: Path | str) -> None:
-        """Writes one safetensors file, which appears complete or not at all. An existing file is replaced."""
-        values = {one.name: getattr(self, one.name) for one in fields(cast(Any, self))}
-        tensors = {name: value.contiguous().cpu() for name, value in values.items() if isinstance(value, Tensor)}
-        others = {name: value for name, value in values.items() if name not in tensors}
-        content = json.dumps({"kind": self.kind, "version": _VERSION, **others}, sort_keys=True, allow_nan=False)
-        checksum = sha256(save(tensors) + content.encode())
-        with output_file(Path(path)) as working:
-            working.write_bytes(save(tensors, {"model": content, "sha256": checksum}))
-
-    @classmethod
-    def open(cls, path: Path | str) -> Self:
-        """Reads a file that ``save`` wrote.
-
-        Raises:
-            RecpoError: there is no such file, it contains something else, or it is damaged.
-        """
-        path = Path(path)
-        try:
-            content = path.read_bytes()
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-            described, tensors = json.loads(header["model"]), load(content)
-            if sha256(save(tensors) + header["model"].encode()) != header["sha256"]:
-                raise RecpoError(
-                    f"{path} is not as it was written (its checksum differs); {_FILE_REMEDY}",
-                    code="damaged",
-                    field=str(path),
-                )
-            if (described.pop("kind", None), described.pop("version", None)) != (cls.kind, _VERSION):
-                raise RecpoError(
-                    f"{path} holds no {cls.kind} of this version of recpo; {_FILE_REMEDY}",
-                    code="wrong_file",
-                    field=str(path),
-                )
-            return cls(**described, **tensors)
-        except OSError as error:
-            raise RecpoError(describe_os_error(error, path), code="missing_file", field=str(path)) from error
-        except (SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
-            raise RecpoError(
-                f"{path} is damaged or no model of recpo ({error!r}); {_FILE_REMEDY}", code="damaged", field=str(path)
-            ) from error

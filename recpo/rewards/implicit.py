@@ -32,7 +32,7 @@ diag(1 / diag P)``, ``P = (Xᵀ X + ridge I)^-1``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar, Final, Self
@@ -42,19 +42,16 @@ import torch
 from scipy.linalg.lapack import dpotrf, dpotri
 from scipy.sparse import csr_array
 from torch import Tensor
-from torch.nn.functional import embedding_bag
 from tqdm import tqdm
 
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed, validate_range, validate_ranges
-from recpo.base.feedback import LEAST_POSITIVE_LEVEL
-from recpo.base.types import EvaluationBatch, Histories, Recommendations
+from recpo.base.types import EvaluationBatch
 from recpo.log.prepared import Prepared
 from recpo.ops.exposures import mixed_auc
-from recpo.ops.ranking import first_places, is_member, ndcg, ranked_hits
-from recpo.policies.baseline import graded_events
-from recpo.policies.catalog_search import best_by_blocks
-from recpo.policies.grade_factors import recent_feedback
-from recpo.rewards.factors import ModelInOneFile, plain
+from recpo.ops.ranking import is_member, ndcg, ranked_hits
+from recpo.policies.baseline import EasePolicy, ImplicitPolicy
+from recpo.rewards.factors import plain
+from recpo.rewards.fitted_policies import FittedPolicy
 from recpo.rewards.graded import Chunk, chunks, chunks_of, mean_grade, no_equations, repeated, solve
 from recpo.rewards.selection import VALIDATION_USERS, close_to_best, validation_batches
 
@@ -76,25 +73,7 @@ def positive_pairs(data: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray, int
         yield pairs // data.num_items, pairs % data.num_items, read
 
 
-def positive_places(histories: Histories, max_history: int) -> Tensor:
-    """``[B, H]`` bool: for each item with an event of the upper levels, the first one in the last ``max_history``.
-
-    Raises:
-        RecpoError: the histories have no feedback levels.
-    """
-    if histories.feedback is None:
-        raise RecpoError(
-            "the feedback levels of a history define its positives, and these histories have none",
-            code="missing_value",
-            field="feedback",
-        )
-    feedback, recent = recent_feedback(histories, max_history)
-    return first_places(histories.item_ids, recent & (feedback >= LEAST_POSITIVE_LEVEL))
-
-
-def best_on_validation(
-    data: Prepared, models: Sequence[ImplicitALS | EASE]
-) -> tuple[int, list[dict[str, float | None]]]:
+def best_on_validation(data: Prepared, models: Sequence[FittedPolicy]) -> tuple[int, list[dict[str, float | None]]]:
     """The index of the best model on the validation period, and what every model is selected by.
 
     The best one has the highest NDCG@10 on positives that are not of the user's past. Models that know grades must also
@@ -106,7 +85,7 @@ def best_on_validation(
         RecpoError: there are several models and no validation positive.
     """
     lists, order = list[Tensor](), list[Tensor]()
-    graded = [model for model in models if isinstance(model, ImplicitALS) and model.graded]
+    graded = [model for model in models if isinstance(model, ImplicitPolicy) and model.graded]
     k = min(_K, data.num_items)
     for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS):
         lists.append(torch.stack([_ndcg(model, batch, k).double() for model in models]))
@@ -134,7 +113,7 @@ def _of_all(parts: Sequence[Tensor], count: int) -> Tensor:
     return every[:, ~every.isnan().any(0)]
 
 
-def _ndcg(model: ImplicitALS | EASE, batch: EvaluationBatch, k: int) -> Tensor:
+def _ndcg(model: FittedPolicy, batch: EvaluationBatch, k: int) -> Tensor:
     """NDCG@k ``[B]`` on the positives of the period that may be listed; nan for a user without one."""
     slates = batch.feedback.slates
     assert slates.positive is not None
@@ -143,17 +122,14 @@ def _ndcg(model: ImplicitALS | EASE, batch: EvaluationBatch, k: int) -> Tensor:
     return ndcg(ranked_hits(lists, slates.item_ids, new), [_K])[:, 0]
 
 
-def _mixed_auc(model: ImplicitALS, batch: EvaluationBatch) -> Tensor:
+def _mixed_auc(model: ImplicitPolicy, batch: EvaluationBatch) -> Tensor:
     """``AUC_mixed`` ``[B]``; nan for a user without a positive and another exposure."""
     users = model.fold_in(batch.feedback.histories)
 
     def score(items: Tensor) -> Tensor:
         return torch.einsum("br,bnr->bn", users, model.item_factors[(items - 1).clamp_min(0)])
 
-    return mixed_auc(batch, len(model.item_factors), score)
-
-
-_FOLD_IN_BYTES: Final = 64 << 20
+    return mixed_auc(batch, model.num_items, score)
 
 
 @dataclass(frozen=True)
@@ -186,7 +162,7 @@ class ImplicitOptions:
     def __post_init__(self) -> None:
         _validate(self, "ranks", "unobserved", "ridges")
 
-    def of(self, model: ImplicitALS) -> Self:
+    def of(self, model: ImplicitPolicy) -> Self:
         """The options that fit a model like this one, without a choice."""
         return replace(self, ranks=(model.rank,), unobserved=(model.unobserved,), ridges=(model.ridge,))
 
@@ -207,79 +183,12 @@ def _validate(options: ImplicitOptions | EaseOptions, *tried: str) -> None:
         validate_range(getattr(options, name) != (), name, "must have at least one value", ())
 
 
-@dataclass(frozen=True)
-class ImplicitALS(ModelInOneFile):
-    """A recommender that ranks by ``x_u · y_i``, with ``x_u`` folded in from the history: implicit ALS or AllRank.
-
-    Attributes:
-        item_factors: ``[V, r]`` float32, ``y`` of the items 1..V.
-        graded: AllRank, which reads the graded events of a history and their grades; False = its positives, as ones.
-        unobserved: weight of the pairs without a positive event.
-        ridge: ridge of the users.
-        nu: exponent of their frequency.
-        catalog_checksum: identifies the items.
-        max_history: number of most recent events that are read.
-        facts: how the model was fitted and selected.
-    """
-
-    kind: ClassVar = "implicit_als"
-    item_factors: Tensor
-    graded: bool
-    unobserved: float
-    ridge: float
-    nu: float
-    catalog_checksum: str
-    max_history: int
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def rank(self) -> int:
-        """``r``."""
-        return self.item_factors.shape[1]
-
-    @property
-    def tried(self) -> dict[str, Any]:
-        """The options that were selected."""
-        return {"rank": self.rank, "unobserved": self.unobserved, "ridge": self.ridge}
-
-    def scores(self, histories: Histories) -> Tensor:
-        """``[B, V]`` of the items 1..V."""
-        return self.fold_in(histories) @ self.item_factors.T
-
-    def fold_in(self, histories: Histories) -> Tensor:
-        """User factors ``[B, r]`` float32: the user step of the fit on the history."""
-        rows = max(1, _FOLD_IN_BYTES // (8 * self.item_factors.shape[1] * max(1, histories.item_ids.shape[1])))
-        if self.graded:
-            known, targets = graded_events(histories, self.max_history)
-        else:
-            known = positive_places(histories, self.max_history)
-            targets = known.double()
-        items = self.item_factors.double()
-        shared = self.unobserved * items.T @ items
-        identity = torch.eye(len(shared), dtype=items.dtype, device=items.device)
-        users = []
-        parts = (column.split(rows) for column in (histories.item_ids, known, targets))
-        for item_ids, kept, wanted in zip(*parts, strict=True):
-            own = items[(item_ids - 1).clamp_min(0)] * kept[..., None]
-            ridge = self.ridge * (kept.sum(1).double() + self.unobserved * len(items)) ** self.nu
-            matrices = own.transpose(1, 2) @ own + shared + ridge[:, None, None] * identity
-            users.append(torch.linalg.solve(matrices, (own * wanted[..., None]).sum(1)).float())
-        return torch.cat(users)
-
-    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """The ``k`` items with the highest scores, as ``Policy.recommend``. Scores are not log-probabilities."""
-        states = self.fold_in(histories)
-        barred = None if exclude is None else exclude - 1
-        rows, best, _ = best_by_blocks(states, self.item_factors, k, barred, padding_rows=0)
-        return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
-
-
 def fit_implicit(
     data: Prepared,
     options: ImplicitOptions = ImplicitOptions(),
     *,
     progress: bool = False,
-) -> ImplicitALS:
+) -> ImplicitPolicy:
     """Fits implicit ALS on the positive pairs of the training period, or AllRank on its graded events.
 
     Args:
@@ -294,7 +203,7 @@ def fit_implicit(
     graded = options.graded
     if graded:
         mean_grade(data)  # refuses a log without grades
-    name, read = ("allrank", chunks) if graded else (ImplicitALS.kind, positive_chunks)
+    name, read = ("allrank", chunks) if graded else ("implicit_als", positive_chunks)
     grid = list(product(options.unobserved, options.ridges))
     first, others = options.ranks[0], options.ranks[1:]
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"]["train"])
@@ -303,27 +212,42 @@ def fit_implicit(
     with tqdm(total=total, desc=name, unit="event", unit_scale=True, disable=None if progress else True) as bar:
         parts = repeated(partial(read, data, bar.update), bar.update)
 
-        def fit(rank: int, unobserved: float, ridge: float) -> ImplicitALS:
+        def fit(rank: int, unobserved: float, ridge: float) -> ImplicitPolicy:
             """One model."""
             items = np.random.default_rng(options.seed).normal(0.0, 0.1 / np.sqrt(rank), (data.num_items, rank))
             users = int(data.manifest["num_users"])
             for _ in range(options.sweeps):
                 items = sweep(parts(), items, unobserved, ridge, options.nu, users)
-            longest = options.max_history or int(data.manifest["max_context"])
-            factors, catalog = torch.from_numpy(items.astype(np.float32)), data.catalog_checksum
-            return ImplicitALS(factors, graded, unobserved, ridge, options.nu, catalog, longest)
+            model = ImplicitPolicy(
+                data.num_items,
+                rank=rank,
+                unobserved=unobserved,
+                ridge=ridge,
+                nu=options.nu,
+                max_history=options.max_history or int(data.manifest["max_context"]),
+                graded=graded,
+            )
+            model.item_factors = torch.from_numpy(items.astype(np.float32))
+            return model.eval()
 
         models = [fit(first, *pair) for pair in grid]
         best, values = best_on_validation(data, models)
-        chosen, tried = models[best], [model.tried | value for model, value in zip(models, values, strict=True)]
+        chosen, tried = models[best], _tried(models, values)
         if others:
             weights = sorted(weight for weight in options.unobserved if weight >= chosen.unobserved)[:2]
             bar.total += read_per_model * len(others) * len(weights)
             larger = [chosen, *(fit(rank, weight, chosen.ridge) for rank, weight in product(others, weights))]
             best, values = best_on_validation(data, larger)
             chosen = larger[best]
-            tried += [model.tried | value for model, value in zip(larger[1:], values[1:], strict=True)]
-    return replace(chosen, facts={"options": plain(options), "tried": tried})
+            tried += _tried(larger[1:], values[1:])
+    chosen.facts = {"options": plain(options), "tried": tried}
+    return chosen
+
+
+def _tried(models: Sequence[ImplicitPolicy], values: Sequence[Mapping[str, float | None]]) -> list[dict[str, Any]]:
+    """The options of the models that were selected from, and what they are selected by."""
+    selected = [{name: getattr(model, name) for name in ("rank", "unobserved", "ridge")} for model in models]
+    return [options | dict(value) for options, value in zip(selected, values, strict=True)]
 
 
 def positive_chunks(data: Prepared, finished: Callable[[int], object] = lambda _: None) -> Iterator[Chunk]:
@@ -383,7 +307,7 @@ class EaseOptions:
     def __post_init__(self) -> None:
         _validate(self, "ridges")
 
-    def of(self, model: EASE) -> Self:
+    def of(self, model: EasePolicy) -> Self:
         """The options that fit a model like this one, without a choice."""
         chosen = max(model.facts["tried"], key=lambda one: one[_NDCG] or 0.0)
         return replace(self, ridges=(chosen["ridge"],))
@@ -403,44 +327,12 @@ class EaseOptions:
         return 32 * num_items**2
 
 
-@dataclass(frozen=True)
-class EASE(ModelInOneFile):
-    """A recommender that ranks by ``sum of B[j, i]`` over the positives j of the history.
-
-    Attributes:
-        weights: ``[V, V]`` float32, ``B``; row and column 0 are item 1.
-        catalog_checksum: identifies the items.
-        max_history: number of most recent events that are read.
-        facts: how the model was fitted and selected.
-    """
-
-    kind: ClassVar = "ease"
-    weights: Tensor
-    catalog_checksum: str
-    max_history: int
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    def scores(self, histories: Histories) -> Tensor:
-        """``[B, V]``; 0 for a history without a positive."""
-        known = positive_places(histories, self.max_history)
-        row = (histories.item_ids - 1).clamp_min(0)
-        return embedding_bag(row, self.weights, mode="sum", per_sample_weights=known.to(self.weights.dtype))
-
-    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
-        """The ``k`` items with the highest scores, as ``Policy.recommend``. Scores are not log-probabilities."""
-        scores = torch.nn.functional.pad(self.scores(histories), (1, 0), value=-torch.inf)
-        if exclude is not None:
-            scores.scatter_(1, exclude, -torch.inf)
-        best, ids = scores.sort(dim=1, descending=True, stable=True)
-        return Recommendations(ids[:, :k].masked_fill(best[:, :k] == -torch.inf, 0), best[:, :k])
-
-
 def fit_ease(
     data: Prepared,
     options: EaseOptions = EaseOptions(),
     *,
     progress: bool = False,
-) -> EASE:
+) -> EasePolicy:
     """Fits on the positive pairs of the training period and keeps the ridge with the best validation NDCG@10.
 
     Args:
@@ -460,11 +352,13 @@ def fit_ease(
             field="max_items",
         )
     pairs, max_history = cooccurrences(data), options.max_history or int(data.manifest["max_context"])
-    best: EASE | None = None
+    best: EasePolicy | None = None
     tried: list[float | None] = []
     ridges = options.ridges_for(data.num_items)
-    for ridge in tqdm(ridges, desc=EASE.kind, unit="ridge", disable=None if progress else True):
-        model = EASE(torch.from_numpy(item_weights(pairs, ridge)), data.catalog_checksum, max_history)
+    for ridge in tqdm(ridges, desc="ease", unit="ridge", disable=None if progress else True):
+        weights = torch.from_numpy(item_weights(pairs, ridge))
+        model = EasePolicy(data.num_items, max_history=max_history).eval()
+        model.weights = weights
         (value,) = (of_model[_NDCG] for of_model in best_on_validation(data, [model])[1])
         if value is None and len(ridges) > 1:
             raise RecpoError(
@@ -478,7 +372,8 @@ def fit_ease(
         tried.append(value)
     assert best is not None
     named = [{"ridge": ridge, _NDCG: value} for ridge, value in zip(ridges, tried, strict=True)]
-    return replace(best, facts={"options": plain(options), "tried": named})
+    best.facts = {"options": plain(options), "tried": named}
+    return best
 
 
 def cooccurrences(data: Prepared) -> np.ndarray:

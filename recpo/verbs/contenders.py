@@ -23,7 +23,7 @@ from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import Reads, Side
 from recpo.base.types import Histories, Recommendations
-from recpo.evaluation.baselines import FITTED, BaselineCache, fitted_model, item_scores
+from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import (
     BASELINES,
     Baseline,
@@ -31,6 +31,7 @@ from recpo.evaluation.contenders import (
     Contender,
     Lists,
     baseline,
+    baseline_model,
     lists_contender,
     loaded_model,
     reranked_contender,
@@ -39,11 +40,10 @@ from recpo.evaluation.contenders import (
 from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
 from recpo.log.prepared import Prepared
-from recpo.policies.baseline import BaselinePolicy, EasePolicy, FactorPolicy, ImplicitPolicy, PopularityPolicy
+from recpo.policies.baseline import BaselinePolicy, FactorPolicy
 from recpo.policies.tilted import OnBase
 from recpo.rewards.factors import Factors
-from recpo.rewards.implicit import EASE, ImplicitALS
-from recpo.rewards.sequential_rules import fit_sequential_rules, personal_popularity
+from recpo.rewards.fitted_policies import options_of
 from recpo.serving.bundle import Bundle, bundle_item_vectors
 from recpo.serving.histories import EncodedHistories, HistoryReader
 from recpo.serving.manifest import ProgramReads
@@ -416,37 +416,14 @@ def served_baseline(
         )
     if str(named) in SERVED:
         kept = None if cache is None else Path(cache)
-        return _of_name(cast(Baseline, str(named)), data, BaselineCache(kept, kept), options)
+        model = baseline_model(cast(Baseline, str(named)), data, options, BaselineCache(kept, kept))
+        if isinstance(model, Factors):
+            return _of_factors(str(named), model)
+        assert isinstance(model, BaselinePolicy)
+        return ServedBaseline(str(named), model, options_of(model))
     factors = named if isinstance(named, Factors) else Factors.open(named)
     validate_factors(factors, data, ("item", "user"))
     return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
-
-
-def _of_name(name: Baseline, data: Prepared, cache: BaselineCache, options: BaselineOptions) -> ServedBaseline:
-    made: dict[str, Any]
-    if name == "sequential_rules":
-        rules = fit_sequential_rules(data, options.sequential_rules)
-        made = {one: getattr(rules, one) for one in ("neighbors", "decay", "max_history")}
-        return ServedBaseline(name, rules, made)
-    if name == "personal_popularity":
-        return ServedBaseline(name, personal_popularity(data), {})
-    if name not in FITTED:
-        popular, scores = PopularityPolicy(data.num_items), item_scores(name, data, options.recency_half_life)
-        popular.item_scores.copy_(torch.from_numpy(scores).double().add(1e-9).log())
-        return ServedBaseline(name, popular, {})
-    model = fitted_model(name, data, getattr(options, name), cache)
-    if isinstance(model, Factors):
-        return _of_factors(name, model)
-    if isinstance(model, ImplicitALS):
-        made = {one: getattr(model, one) for one in ("rank", "graded", "unobserved", "ridge", "nu", "max_history")}
-        implicit = ImplicitPolicy(data.num_items, **made)
-        implicit.item_factors.copy_(model.item_factors)
-        return ServedBaseline(name, implicit, made)
-    assert isinstance(model, EASE)
-    made = {"max_history": model.max_history}
-    ease = EasePolicy(data.num_items, **made)
-    ease.weights.copy_(model.weights)
-    return ServedBaseline(name, ease, made)
 
 
 def _of_factors(name: str, factors: Factors) -> ServedBaseline:

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import Callback
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
-from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache, fitted_model
+from recpo.evaluation.baselines import BASELINES_DIRECTORY, FITTED, BaselineCache, fitted_model
 from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender, baseline
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass, RankingOptions
@@ -331,7 +331,7 @@ class Road:
         road = Road(self.root / FINAL, self.options, first=self)
         road.data = data
         chosen: dict[str, Any] = {}
-        for name in (one for one in ("factorization", "implicit_als", ALLRANK, "ease") if one in self.named):
+        for name in (one for one in FITTED if one in self.named):
             options = getattr(self.baseline_options, name)
             chosen[name] = options.of(fitted_model(name, self.data, options, self._baseline_cache))
         road.baseline_options = replace(self.baseline_options, **chosen)

@@ -26,6 +26,7 @@ from recpo.artifacts.documents import as_configuration
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, run
 from recpo.cli.parser import parse, verb_class
+from recpo.evaluation.baselines import FITTED
 from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.decision import criterion_of, reward_of
 from recpo.evaluation.held_out_pass import HeldOutPass
@@ -35,7 +36,8 @@ from recpo.log.prepared import Prepared
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.rewards.factors import Factors
-from recpo.rewards.implicit import EASE, AllRankOptions, ImplicitALS, ImplicitOptions
+from recpo.rewards.fitted_policies import open_fitted, options_of
+from recpo.rewards.implicit import AllRankOptions, ImplicitOptions
 from recpo.training.configuration import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.verbs import fit_road, fit_search
@@ -241,7 +243,7 @@ def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again(fitted
     baselines = {row["name"] for row in decision.facts["leaderboard"] if row["is_baseline"]}
     assert tested == baselines | {decision.chosen}
     first, again = (next((fitted / place / "baselines").glob("implicit_als-*")) for place in (".", "final"))
-    assert ImplicitALS.open(again).tried == ImplicitALS.open(first).tried
+    assert options_of(open_fitted(again)) == options_of(open_fitted(first))
     assert "--baseline_options" in decision.commands[-1]
 
 
@@ -296,9 +298,9 @@ def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path,
     assert made["final/runs/mpo-1"]["init_from"] == tmp_path / "final" / "runs" / "pretrain"
     assert made["final/runs/mpo-1"]["reward.init_args.factors"] == tmp_path / "final" / "factors"
     assert final.remake("popularity")
-    models = {"implicit_als": ImplicitALS, "allrank": ImplicitALS, "factorization": Factors, "ease": EASE}
-    for name, kind in models.items():  # not chosen again, on a period that is too short for it
-        model = kind.open(next((tmp_path / "baselines").glob(f"{name}-*")))
+    for name in FITTED:  # not chosen again, on a period that is too short for it
+        opened = Factors.open if name == "factorization" else open_fitted
+        model = opened(next((tmp_path / "baselines").glob(f"{name}-*")))
         assert len(model.facts["tried"]) > 1
         assert getattr(final.baseline_options, name) == getattr(road.baseline_options, name).of(model)
     chosen, verbs = Factors.open(tmp_path / "factors").facts["chosen"], []

@@ -6,14 +6,13 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings, strategies as st
 
 import recpo
 from recpo.batches.slates import evaluation_batches
-from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.contenders import Lists, read_lists
 from recpo.log.prepared import Prepared
+from recpo.rewards.popularity import popularity_of
 from tests.refusals import refused
 
 KS = [5, 10]
@@ -37,7 +36,7 @@ def items(data):
 @pytest.fixture(scope="module")
 def popular(data, users):
     """The popularity baseline's own lists of 10, as rows of external ids."""
-    recommend = Popularity(torch.from_numpy(data.item_counts())).recommend
+    recommend = popularity_of(data.item_counts()).recommend
     rows = []
     for batch in evaluation_batches(data.root, "test", 1, 512):
         lists = recommend(batch.feedback.histories, 10, batch.exclude).item_ids

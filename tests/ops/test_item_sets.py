@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recpo.ops.ranking import NO_ITEM, first_places, found_in, is_member, sorted_members
+from recpo.ops.ranking import NO_ITEM, first_allowed, first_places, found_in, is_member, sorted_members
 
 
 def rows(width, seed=0, items=40, padding=0.3):
@@ -49,3 +49,7 @@ def test_first_places():
     kept = torch.ones_like(wide, dtype=torch.bool)
     for row, found in zip(wide.tolist(), first_places(wide, kept).tolist(), strict=True):
         assert found == [row.index(item) == place for place, item in enumerate(row)]
+
+
+def test_first_allowed_pads_with_zero():
+    assert first_allowed(torch.tensor([[4, 2, 1]]), 5, torch.tensor([[2]])).tolist() == [[4, 1, 0, 0, 0]]

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
+from recpo.policies.baseline import distinct_positives
 from recpo.rewards import factors as bounds, graded as normal_equations, implicit as positives, selection
 from recpo.rewards.factors import posterior_variance
 from recpo.rewards.graded import Chunk, Equations, inverses, no_equations, normal_matrices, solve
-from recpo.rewards.implicit import best_on_validation, positive_pairs, positive_places
+from recpo.rewards.implicit import best_on_validation, positive_pairs
 from recpo.rewards.selection import validation_errors
 from tests.refusals import refused
 
@@ -148,12 +149,10 @@ def test_places_of_positives_in_the_last_events():
         torch.tensor([[17, 10, 12, 9, 17, 17], [10, 16, 17, 9, 17, 17]]),
     )
     histories = Histories(ids, torch.tensor([5, 4]), levels)
-    every = positive_places(histories, 6)
-    assert every.tolist() == [[True, True, False, False, False, False], [True, True, False, False, False, False]]
-    last = positive_places(histories, 3)
+    every = distinct_positives(histories, 6)
+    assert every.tolist() == [[False, False, True, False, True, False], [True, True, False, False, False, False]]
+    last = distinct_positives(histories, 3)
     assert last.tolist() == [[False, False, True, False, True, False], [False, True, False, False, False, False]]
-    with refused("missing_value", "feedback"):
-        positive_places(histories._replace(feedback=None), 3)
 
 
 @dataclass

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from recpo.batches.slates import evaluation_batches
-from recpo.evaluation.baselines import Popularity
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import off_policy_setting, propensity_share, rewarded
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
+from recpo.rewards.popularity import popularity_of
 from recpo.rewards.rewards import LoggedReward
 
 KS = [3, 10]
@@ -24,7 +24,7 @@ def evaluated(root, propensity, policy=None):
     setting = off_policy_setting(OffPolicyOptions(propensity, resamples=50), data, "test", LoggedReward(), KS)
     measure = setting.measure(policy)
     recommender = (
-        Recommender(Popularity(torch.from_numpy(data.item_counts())).recommend)
+        Recommender(popularity_of(data.item_counts()).recommend)
         if policy is None
         else Recommender(policy.recommend, policy.log_prob)
     )
