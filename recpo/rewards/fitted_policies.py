@@ -37,8 +37,8 @@ def save_fitted(policy: FittedPolicy, path: Path | str) -> None:
     described = {"kind": type(policy).__name__, "options": own, "facts": policy.facts}
     content = json.dumps(described, sort_keys=True, allow_nan=False)
     checksum = sha256(save(tensors) + content.encode())
-    with output_file(Path(path)) as working:
-        working.write_bytes(save(tensors, {"model": content, "sha256": checksum}))
+    with output_file(Path(path)) as working:  # one entry: safetensors writes several in any order
+        working.write_bytes(save(tensors, {"recpo": f"{checksum} {content}"}))
 
 
 def open_fitted(path: Path | str) -> FittedPolicy:
@@ -51,8 +51,9 @@ def open_fitted(path: Path | str) -> FittedPolicy:
     try:
         content = path.read_bytes()
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-        described, tensors = json.loads(header["model"]), load(content)
-        if sha256(save(tensors) + header["model"].encode()) != header["sha256"]:
+        checksum, text = header["recpo"].split(" ", 1)
+        described, tensors = json.loads(text), load(content)
+        if sha256(save(tensors) + text.encode()) != checksum:
             raise RecpoError(
                 f"{path} is not as it was written (its checksum differs); {_FILE_REMEDY}",
                 code="damaged",
