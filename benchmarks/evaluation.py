@@ -40,7 +40,7 @@ from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import item_segments
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.rewards.popularity import popularity_of
+from recpo.rewards.counted import popularity_of
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = {"recpo": "", "numpy": "", "replay": "replay", "rectools": "rectools"}  # and the environment they need

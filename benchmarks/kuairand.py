@@ -58,7 +58,7 @@ from recpo.evaluation.segments import NewItems, new_items
 from recpo.log.prepared import Prepared
 from recpo.ops.exposures import exposure_auc, held_out_targets
 from recpo.ops.ranking import first_allowed, first_places
-from recpo.rewards.popularity import popularity_of
+from recpo.rewards.counted import popularity_of
 from recpo.rewards.rewards import EnsembleReward
 from recpo.training.learned_reward import LearnedReward
 from recpo.verbs.factorize import factorize

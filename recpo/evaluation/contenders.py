@@ -32,11 +32,16 @@ from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, rerank
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_allowed, is_member
+from recpo.rewards.counted import (
+    SequentialRulesOptions,
+    fit_sequential_rules,
+    item_scores,
+    personal_popularity,
+    popularity_of,
+)
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.implicit import AllRankOptions, EaseOptions, ImplicitOptions
-from recpo.rewards.popularity import item_scores, popularity_of
-from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules, personal_popularity
 
 #: A trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or one of the
 #: first three with re-ranked lists.

@@ -267,7 +267,7 @@ class EasePolicy(BaselinePolicy):
 
 
 class SequentialRulesPolicy(BaselinePolicy):
-    """Sequential rules (``recpo.rewards.sequential_rules``): what followed the positives of the history elsewhere.
+    """Sequential rules (``recpo.rewards.counted``): what followed the positives of the history elsewhere.
 
     ``score(h, i) = sum over positives j of h of decay^age(j) weight(j -> i)``; the most recent positive has age 0.
     Items that no rule leads to follow in the order of ``popularity``, which is below every rule.

@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 
-from recpo.rewards.popularity import recent_counts
+from recpo.rewards.counted import recent_counts
 
 
 class Shards:

@@ -19,7 +19,7 @@ from recpo.evaluation.estimates import estimate
 from recpo.evaluation.held_out_pass import Evaluated
 from recpo.evaluation.measures import Recommender
 from recpo.ops.exposures import held_out_targets
-from recpo.rewards.popularity import popularity_of
+from recpo.rewards.counted import popularity_of
 from tests.reference import ranking_loops
 from tests.refusals import refused
 

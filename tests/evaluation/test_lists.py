@@ -12,7 +12,7 @@ import recpo
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.contenders import Lists, read_lists
 from recpo.log.prepared import Prepared
-from recpo.rewards.popularity import popularity_of
+from recpo.rewards.counted import popularity_of
 from tests.refusals import refused
 
 KS = [5, 10]

@@ -8,6 +8,7 @@ import torch
 import recpo
 from recpo.batches.slates import evaluation_batches
 from recpo.log.prepared import Prepared
+from recpo.rewards.counted import personal_popularity
 from tests.refusals import refused
 
 DAY = 86_400_000
@@ -95,8 +96,6 @@ def test_only_retired_items_are_excluded_where_lists_may_repeat(tmp_path):
 def test_personal_popularity_is_what_a_loop_counts(tmp_path):
     data = prepared(tmp_path, log(0.6))
     loaded = recpo.evaluate(data, ["personal_popularity"], ks=[5], repeats=True, segments=False)
-    from recpo.rewards.sequential_rules import personal_popularity
-
     policy, counts = personal_popularity(data), data.item_counts("train_positives")
     for batch in evaluation_batches(data, "test", policy.max_history, 8):
         found = policy.scores(batch.feedback.histories)

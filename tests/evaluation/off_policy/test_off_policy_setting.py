@@ -13,7 +13,7 @@ from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import off_policy_setting, propensity_share, rewarded
 from recpo.log.prepared import Prepared
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.rewards.popularity import popularity_of
+from recpo.rewards.counted import popularity_of
 from recpo.rewards.rewards import LoggedReward
 
 KS = [3, 10]

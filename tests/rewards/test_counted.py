@@ -10,7 +10,7 @@ import torch
 
 from recpo.base.feedback import HIGHEST, LEAST_POSITIVE_LEVEL
 from recpo.base.types import Histories
-from recpo.rewards.sequential_rules import SequentialRulesOptions, fit_sequential_rules, rules_of
+from recpo.rewards.counted import SequentialRulesOptions, fit_sequential_rules, rules_of
 from tests.refusals import refused
 
 ITEMS = 30
