@@ -232,10 +232,10 @@ class Trees:
     def _of(self, users):
         return self._scores[torch.from_numpy(self._kind_of.reshape(-1))[users]]
 
-    def lists(self, batch, k, exclude, _):
+    def lists(self, batch, k, exclude):
         """See ``Recommender.recommend_to_batch``."""
         scores = self._of(batch.user_ids)
-        depth = min(scores.shape[1], k + (0 if exclude is None else exclude.shape[1]))
+        depth = min(scores.shape[1], k + exclude.shape[1])
         items = first_allowed(scores.topk(depth).indices + 1, k, exclude)
         return Recommendations(items, scores.gather(1, (items - 1).clamp_min(0)).masked_fill(items == 0, -torch.inf))
 

@@ -472,7 +472,7 @@ class RewardComparison:
         result = evaluate_ranking(
             Recommender(
                 name=name,
-                recommend_to_batch=lambda batch, k, exclude, _: greedy_lists(
+                recommend_to_batch=lambda batch, k, exclude: greedy_lists(
                     compared.reward, batch, num_items, k, exclude
                 ),
             ),

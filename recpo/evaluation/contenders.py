@@ -391,7 +391,7 @@ class _Answers:
         found = {"users_without_list": self._without, "list_items_excluded": self._excluded, **short}
         return {**self._listed.counts, **found}
 
-    def recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _: Tensor) -> Recommendations:
+    def recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor) -> Recommendations:
         """Lists ``[B, k]``, padded with 0; scores are minus the places."""
         users = batch.user_ids
         listed = self._rows(users.cpu().numpy()).to(users.device)
@@ -399,7 +399,7 @@ class _Answers:
         length = (items > 0).sum(1)
         has_list = (listed > 0).any(1)
         self._without += int((~has_list).sum())
-        self._excluded += 0 if exclude is None else int(is_member(listed, exclude).sum())
+        self._excluded += int(is_member(listed, exclude).sum())
         for wanted in self._ks:
             self._short[wanted] += int((has_list & (length < min(wanted, self._num_items))).sum())
         return by_place(items)
@@ -454,11 +454,11 @@ def reranked_contender(
                 )
             attributes = known.with_vectors(vectors)
 
-        def recommend(batch: EvaluationBatch, length: int, exclude: Tensor | None, past: Tensor) -> Recommendations:
+        def recommend(batch: EvaluationBatch, length: int, exclude: Tensor) -> Recommendations:
             assert ranked.recommend is not None
             lists = ranked.recommend(batch.feedback.histories, max(length, shortlist), exclude)
             items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
-            for row, history in enumerate(past.cpu().numpy()):
+            for row, history in enumerate(batch.past.cpu().numpy()):
                 first = (row, slice(shortlist))
                 items[first], scores[first] = rerank(reranker, items[first], scores[first], k, attributes, history)
             device = lists.item_ids.device

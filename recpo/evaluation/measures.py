@@ -36,7 +36,7 @@ class Recommender:
         scores_are_logp: the scores of its lists are log-probabilities, so at most 0.
         score: ``batch -> [B, S]`` of the held-out slates, for a recommender without probabilities: any numbers, higher
             = better. Only for metrics of scores; None = not available.
-        recommend_to_batch: ``(batch, k, exclude, past [B, M]) -> Recommendations``, instead of ``recommend`` if lists
+        recommend_to_batch: ``(batch, k, exclude [B, E]) -> Recommendations``, instead of ``recommend`` if lists
             depend on more of the batch: on the rest of the user's past, as re-ranked lists do, on a reward, or on who
             the user is, as given lists and those of an oracle do.
         max_history: number of history events that it reads.
@@ -50,7 +50,7 @@ class Recommender:
     name: str = "the recommender"
     scores_are_logp: bool = False
     score: Callable[[FeedbackBatch], Tensor] | None = None
-    recommend_to_batch: Callable[[EvaluationBatch, int, Tensor | None, Tensor], Recommendations] | None = None
+    recommend_to_batch: Callable[[EvaluationBatch, int, Tensor], Recommendations] | None = None
     max_history: int = 1
     reads: Reads = Reads()  # noqa: RUF009  immutable
     policy: Policy | None = None
@@ -69,7 +69,7 @@ class Recommender:
         """
         exclude = batch.exclude if unavailable is None else torch.cat([batch.exclude, unavailable], 1)
         if self.recommend_to_batch is not None:
-            return self.recommend_to_batch(batch, k, exclude, batch.past)
+            return self.recommend_to_batch(batch, k, exclude)
         if self.recommend is None:
             raise RecpoError(f"{self.name} makes no lists", code="wrong_class", field=self.name)
         return self.recommend(batch.feedback.histories, k, exclude)

@@ -57,11 +57,11 @@ class TrueRewards(Measure):
         order = np.argsort(self.item_ids)
         ascending = self.item_ids[order]
 
-        def recommend(batch: EvaluationBatch, k: int, exclude: Tensor | None, _: Tensor) -> Recommendations:
+        def recommend(batch: EvaluationBatch, k: int, exclude: Tensor) -> Recommendations:
             users = batch.user_ids
             strangers = len(truth.item_ids) - num_items  # items of the simulation that are in no event of the log
             available = int(truth.available(self.day).sum())
-            depth = min(available, k + strangers + (0 if exclude is None else exclude.shape[1]))
+            depth = min(available, k + strangers + exclude.shape[1])
             best = truth.oracle_top_k(self.user_ids[users.cpu().numpy()], depth, self.day)
             place = np.searchsorted(ascending, best).clip(max=num_items - 1)
             known = ascending[place] == best

@@ -158,7 +158,7 @@ class _ExtensionRun(PrepareRun):
             kind = self._other_type(side, feature, rows[f"f{place}"])
             if kind is not None:
                 problem = f"its values are of another type than in {self.root}, where they are {kind}"
-                faults.append(Fault(table.name, feature.source, problem, "cast the column", code="mismatch"))
+                faults.append(Fault(table.log.name, feature.source, problem, "cast the column", code="mismatch"))
         return faults
 
     def _other_type(self, side: Side, feature: Feature, column: ir.Column) -> pa.DataType | None:

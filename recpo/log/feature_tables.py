@@ -53,12 +53,6 @@ class FeatureTable:
     left_alone: tuple[str, ...]
 
     @property
-    def name(self) -> str:
-        """The file's name, or the side and the number of files."""
-        files = self.log.files
-        return files[0].shown if len(files) == 1 else f"the table of {self.side}s ({len(files)} files)"
-
-    @property
     def has_available(self) -> bool:
         """Whether it has the times from which items may be recommended."""
         return AVAILABLE in self.log.columns
@@ -138,7 +132,8 @@ def open_table(
     plain, found = _write_plain(files, side, keys, features, work)
     used = keys | {feature.name: feature.source for feature in features}
     unused = tuple(dict.fromkeys(name for name in names if name not in used.values()))
-    return FeatureTable(side, Log(tuple(plain), 0, used, {}), features, declared is None, unused), faults + found
+    log = Log(tuple(plain), 0, used, {}, what=f"table of {side}s")
+    return FeatureTable(side, log, features, declared is None, unused), faults + found
 
 
 def _names(paths: Sequence[Place]) -> list[str]:
@@ -301,7 +296,7 @@ def _counted(engine: Engine, wrong: ir.Table, column: str, table: FeatureTable, 
     if not count:
         return []
     first = examples(engine, wrong, column, table.log)
-    return [Fault(table.name, table.log.columns[column], problem, fix, count, first)]
+    return [Fault(table.log.name, table.log.columns[column], problem, fix, count, first)]
 
 
 _COLUMNS_OF_QUERY: Final = 64

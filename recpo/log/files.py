@@ -63,6 +63,7 @@ class Log:
         types: standard name -> type of the column; for ids, a type that holds the ids of all files.
         faulty: standard names of columns that already have a fault.
         flags: standard name -> flag that is read from values, for columns that exist.
+        what: the log, or a table of features.
     """
 
     files: tuple[LogFile, ...]
@@ -71,11 +72,12 @@ class Log:
     types: dict[str, pa.DataType]
     faulty: frozenset[str] = frozenset()
     flags: Mapping[str, FlagColumn] = field(default_factory=dict)
+    what: str = "log"
 
     @property
     def name(self) -> str:
         """The file's name, or the number of files."""
-        return self.files[0].shown if len(self.files) == 1 else f"the log ({len(self.files)} files)"
+        return self.files[0].shown if len(self.files) == 1 else f"the {self.what} ({len(self.files)} files)"
 
     @property
     def warnings(self) -> list[str]:

@@ -181,7 +181,6 @@ class PrepareRun:
         self.counts: dict[str, Any] = {}
         self.dropped: dict[str, int] = {}
         self.rows_written = 0
-        self._kept_rows = "distinct"  # the table of the events that were read
         self.train_past: list[str] = []  # files of pairs of users and items that exist before
         self.checksums: dict[str, str] = {}  # checksums of files that are not written now
 
@@ -276,8 +275,12 @@ class PrepareRun:
         if others := kept - self.engine.count(outcomes):
             self.dropped["another event of the user with the item on the same day"] = others
         self.engine.drop("distinct")
-        self._kept_rows = "outcomes"
         return outcomes
+
+    @property
+    def _read_events(self) -> str:
+        """The materialized table of the events that were read."""
+        return "outcomes" if self.choice.outcome_rows else "distinct"
 
     def _warnings(self, ties: dict[str, int], feedback: FeedbackDefinition) -> list[str]:
         return [*tie_warnings(self.choice.label, ties), *unit_warnings(feedback), *self._file_warnings()]
@@ -364,10 +367,10 @@ class PrepareRun:
         After this step, the rows of the log are no longer needed.
         """
         if not self.choice.split.is_per_event:
-            self.engine.drop(self._kept_rows, "events")
+            self.engine.drop(self._read_events, "events")
             return None
         outside = self.engine.materialize("outside", splits.outside_events(events, self.items, self.users))
-        self.engine.drop(self._kept_rows)
+        self.engine.drop(self._read_events)
         return outside
 
     def _write_catalog(self) -> dict[str, int]:

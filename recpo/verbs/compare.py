@@ -189,9 +189,8 @@ class _ServedBundle:
         )
         return Contender(self._name, "bundle", lambda: recommender, {"kind": "bundle", "path": str(bundle.root)})
 
-    def _recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor | None, _past: Tensor) -> Recommendations:
+    def _recommend(self, batch: EvaluationBatch, k: int, exclude: Tensor) -> Recommendations:
         """The lists as the evaluation reads them. An item that is not in the data leaves an empty place."""
-        assert exclude is not None
         asked, reader = batch.user_ids.numpy(), self._bundle.reader
         row, column = np.nonzero(exclude.numpy())
         past = pa.table({USER_ID: asked[row], ITEM_ID: self._known.to_external(exclude.numpy()[row, column])})
