@@ -35,7 +35,7 @@ def criterion_of(measured: Sequence[Evaluated], k: int) -> str:
 
     ``AUC_mixed``, if enough users have it for every contender: it needs exposures that were not liked. A log of
     positives alone has ``NDCG@k``. ``AUC_unseen`` has more power there, but it weighs all ranks alike, and users see
-    only the first: it ships policies whose lists are worse (docs/choosing_an_objective.md#positives-alone).
+    only the first: it ships policies whose lists are worse (docs/fit.md#positives-alone).
     """
     results = [one.result for one in measured]
     known = all(CRITERION in one.per_user and one.estimate(CRITERION).n >= _LEAST_USERS for one in results)
@@ -196,7 +196,7 @@ def reward_of(one: Evaluated, k: int) -> tuple[float, float]:
     SNIPS of an item that is drawn from the first places of a deep list with probability proportional to
     ``1 / (k + place)``, with logged or estimated propensities (``recpo.evaluation.off_policy``). Judged by the true
     values of simulated worlds, it orders contenders better than ``AUC_mixed``, and on ratings of people about as well
-    (docs/choosing_an_objective.md#estimated-reward).
+    (docs/fit.md#estimated-reward).
 
     Args:
         one: the contender.

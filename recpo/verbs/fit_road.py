@@ -138,7 +138,7 @@ def deciding_split(split: TemporalSplit | LeaveLastOut, counts: LogCounts) -> Te
     """The split by which contenders are compared: its valid period has 10,000 events, or a quarter of a smaller log.
 
     A day of a small log cannot tell contenders apart. On ratings of real people (290 users, 6,960 events), judged by
-    uniformly random exposures, a tenth of the log let the wrong one ship (docs/choosing_an_objective.md#small-logs).
+    uniformly random exposures, a tenth of the log let the wrong one ship (docs/fit.md#small-logs).
     Each user's last event stays what it is: more of them ask another question.
 
     Args:
