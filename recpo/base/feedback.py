@@ -76,6 +76,13 @@ class FeedbackRule:
         """Whether the event has neither a label nor a dislike."""
         return (label != label) & ~dislike
 
+    @property
+    def level_limits(self) -> np.ndarray:
+        """``[15]`` float32: the smallest label of every level of feedback but the lowest; four levels per kind."""
+        low, high = (np.float32(t) for t in (self.skip_threshold, self.positive_threshold))
+        quarters = np.array([0.0, low, (low + high) / 2, high, 1.0])
+        return np.interp(np.arange(1, NUM_GRADES) / NUM_GRADES, np.arange(5) / 4, quarters).astype(np.float32)
+
     def counts(self, label: np.ndarray, dislike: np.ndarray) -> dict[str, int]:
         """Number of events of each kind in ``FEEDBACK_KINDS``."""
         kinds = self.positive(label, dislike), self.skipped(label, dislike), dislike, self.unknown(label, dislike)
@@ -98,7 +105,8 @@ class FeedbackDefinition:
     Attributes:
         rule: the thresholds.
         duration_base: base of the duration buckets, ``floor(log_base(duration + 1e-6))`` with the duration in seconds.
-        cutoffs: for each bucket, the 1/16, 2/16, ..., 15/16 quantiles of its watch times in seconds.
+        cutoffs: for each bucket, the 1/16, 2/16, ..., 15/16 quantiles of its watch times in seconds, or those of
+            ``Label.cutoffs``.
         max_watch_time: seconds; a longer watch time counts as unknown.
         label: how ``recpo prepare`` made the labels, for people; empty = not by ``recpo prepare``.
         duration_exponent: exponent with which watch times grow with the duration inside a bucket.
@@ -196,11 +204,8 @@ class FeedbackDefinition:
         return fitted, _milliseconds(np.array([self.cutoffs[key] for key in fitted.tolist()]))
 
     def _label_levels(self, label: np.ndarray) -> np.ndarray:
-        low, high = (np.float32(t) for t in (self.rule.skip_threshold, self.rule.positive_threshold))
         label = label.astype(np.float32)
-        quarters = np.array([0.0, low, (low + high) / 2, high, 1.0])
-        limits = np.interp(np.arange(1, NUM_GRADES) / NUM_GRADES, np.arange(5) / 4, quarters).astype(np.float32)
-        passed = sum(label >= limit for limit in limits)
+        passed = sum(label >= limit for limit in self.rule.level_limits)
         return np.where(np.isnan(label), UNKNOWN, LOWEST + passed).astype(np.int8)
 
     def to_json(self) -> dict[str, Any]:

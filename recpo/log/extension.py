@@ -26,7 +26,6 @@ import pyarrow.parquet as pq
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
-from recpo.base.feedback import FeedbackDefinition
 from recpo.log import schema
 from recpo.log.engine import Engine
 from recpo.log.events import appended, item_indices, item_table, more_columns, name_requests, time_order, user_indices
@@ -39,7 +38,7 @@ from recpo.log.prepare import STAGES, Preparation, PrepareRun
 from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
 from recpo.log.previous import BEFORE, EARLIER, IS_KEPT, KEPT_LABEL, PreviousData, kept_preparation, validate_sources
 from recpo.log.schema import PERIODS, RETIRED, TIE_RULE, TRAIN, Derived, Fault, LogColumns
-from recpo.log.shaping import bucket_counts, cutoff_table, definition, quantile_table
+from recpo.log.shaping import Cutoffs, bucket_counts, cutoff_table, quantile_table, quantiles_in_seconds
 from recpo.log.splits import past_items, recent_events
 from recpo.log.writing import Output, Sources, Workplace, totals, workplace, write_parquet, write_rows
 
@@ -135,7 +134,7 @@ class _ExtensionRun(PrepareRun):
             **{name: old[name] for name in ("columns", "label", "feedback")},
             "config": {**old["config"], "log": [*old["config"]["log"], *sorted(file.shown for file in log.files)]},
             "counts": self._counts(shards),
-            "warnings": self._warnings(old["counts"]["watch_time_ties"], self.fresh_feedback),
+            "warnings": self._warnings(old["counts"]["watch_time_ties"]),
             "segments": [*self.data.segments, *([fresh] if fresh else [])],
             "extends": sizes,
         }
@@ -209,12 +208,11 @@ class _ExtensionRun(PrepareRun):
             field=log.columns[column],
         )
 
-    def _new_feedback(self, new: ir.Table) -> FeedbackDefinition:
-        """The cutoffs that the new events alone would have, to check the units of their watch times."""
-        label = self.choice.label
+    def _new_quantiles(self, new: ir.Table) -> Cutoffs:
+        """Quantiles of the watch times of the new events alone, to check their units."""
         events = new.mutate(**{Derived.PERIOD: ibis.literal(TRAIN, "int8")})
-        found = self.engine.table(cutoff_table(quantile_table(bucket_counts(events, label))))
-        return definition(found, self.choice.feedback, label, self.choice.max_watch_time)
+        counts = bucket_counts(events, self.choice.label)
+        return quantiles_in_seconds(self.engine.table(cutoff_table(quantile_table(counts))))
 
     def _split(self, events: ir.Table) -> ir.Table:
         """The current standard events with their periods: the previous held-out events and the new ones."""
@@ -236,7 +234,7 @@ class _ExtensionRun(PrepareRun):
         fresh = events.mutate(**unknown, **{Derived.IS_PLACED: ibis.literal(False)}).select(layout.names).cast(columns)
         held = self.before.table(HELD_OUT).select(layout.names).cast(columns)
         current = self.engine.materialize("events", self.choice.split.assign(held.union(fresh), boundaries))
-        self.fresh_feedback = self._new_feedback(events)
+        self.quantiles = self._new_quantiles(events)
         return current
 
     def _items(self, events: ir.Table) -> ir.Table:

@@ -31,6 +31,9 @@ _SMOOTHING: Final = 10
 #: Watched events that tell the exponent of durations. Of the fewest, its standard error is about .15.
 _LEAST_WATCHED: Final = 1_000
 _MOST_WATCHED: Final = 100_000
+#: From this share of plays that end with the item, ranks cannot tell the best quarter: they are equal.
+_MANY_ENDS: Final = 0.25
+_AT_THE_END: Final = 0.01  # of the duration, before its end or after
 _YEAR: Final = 365.0  # days
 _NAMES_SHOWN: Final = 8
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
@@ -109,13 +112,7 @@ class Inspection(Recognition):
         watch, duration = map(self.column, (LogColumns.WATCH_TIME, LogColumns.DURATION))
         rated = self.source(LogColumns.LABEL)
         if watch is not None and duration is not None:
-            why = f"the rank of `{watch}` among the user's watch times on items of similar duration, smoothed with"
-            why += f" {_SMOOTHING} of everybody's"
-            options: dict[str, float] = {"smoothing": _SMOOTHING}
-            if exponent := self._duration_exponent(watch, duration):
-                options |= {"duration_exponent": exponent}
-                why += f", as at one duration: it grows with `{duration}` to the power of {exponent:g}"
-            return Choice("WatchQuantiles", options, why)
+            return self._label_of_watch_times(watch, duration)
         if isinstance(rated, FlagColumn):
             return _label_of_values(rated)
         if rated is not None and facts[rated].distinct > 1:
@@ -134,15 +131,27 @@ class Inspection(Recognition):
             return Choice("NumericColumn", {"low": 0, "high": high}, why, watch)
         return Choice("EveryEvent", {}, "no column says how good an event was: every event is a positive")
 
-    def _duration_exponent(self, watch: str, duration: str) -> float:
-        """``estimated_duration_exponent`` of the inspected rows; 0 if too few were watched."""
+    def _label_of_watch_times(self, watch: str, duration: str) -> Choice:
+        """The watched share, where many plays end with the item; else the rank, as at one duration."""
         table = self.sample.table.select([watch, duration])
         rows = table.take(np.arange(0, table.num_rows, 1 + table.num_rows // _MOST_WATCHED))
-        watched, lasted = (pc.cast(rows[name], pa.float64()).to_numpy() for name in (watch, duration))
-        if np.count_nonzero((watched > 0) & (lasted > 0)) < _LEAST_WATCHED:
-            return 0.0
-        seconds = MILLISECONDS_PER_UNIT[self.columns.duration_unit or "s"] / 1000
-        return round(estimated_duration_exponent(watched, lasted * seconds), 2)
+        watched, lasted = (
+            pc.cast(rows[name], pa.float64()).to_numpy() * MILLISECONDS_PER_UNIT[unit or "s"] / 1000
+            for name, unit in ((watch, self.columns.watch_time_unit), (duration, self.columns.duration_unit))
+        )
+        plays = (watched > 0) & (lasted > 0)
+        ended = np.abs(watched[plays] / lasted[plays] - 1) <= _AT_THE_END
+        if ended.size and ended.mean() >= _MANY_ENDS:
+            why = f"the share of `{duration}` in `{watch}`: {ended.mean():.0%} of the plays end with the item"
+            return Choice("WatchRatio", {}, why)
+        why = f"the rank of `{watch}` among the user's watch times on items of similar duration, smoothed with"
+        why += f" {_SMOOTHING} of everybody's"
+        options: dict[str, float] = {"smoothing": _SMOOTHING}
+        enough = np.count_nonzero(plays) >= _LEAST_WATCHED
+        if enough and (exponent := round(estimated_duration_exponent(watched, lasted), 2)):
+            options |= {"duration_exponent": exponent}
+            why += f", as at one duration: it grows with `{duration}` to the power of {exponent:g}"
+        return Choice("WatchQuantiles", options, why)
 
     @cached_property
     def split(self) -> Choice:

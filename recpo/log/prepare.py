@@ -22,7 +22,16 @@ from recpo.log.files import Log, open_log
 from recpo.log.locations import Place
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
 from recpo.log.schema import PERIODS, PRESETS, TRAIN, VALID, Columns, Derived, Fault, FlagColumn, LogColumns, PresetName
-from recpo.log.shaping import Label, WatchQuantiles, bucket_counts, cutoff_table, definition, quantile_table, watch_ties
+from recpo.log.shaping import (
+    Label,
+    WatchQuantiles,
+    bucket_counts,
+    cutoff_table,
+    definition,
+    quantile_table,
+    quantiles_in_seconds,
+    watch_ties,
+)
 from recpo.log.splits import Split, TemporalSplit
 from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags
 from recpo.log.writing import Encoding, Output, Sources, Workplace
@@ -225,7 +234,7 @@ class PrepareRun:
             "label": describe(self.choice.label),
             "feedback": self.feedback.to_json(),
             "counts": counts,
-            "warnings": self._warnings(self.counts["watch_time_ties"], self.feedback),
+            "warnings": self._warnings(self.counts["watch_time_ties"]),
             "segments": [len(shards["train"])],
         }
 
@@ -282,8 +291,10 @@ class PrepareRun:
         """The materialized table of the events that were read."""
         return "outcomes" if self.choice.outcome_rows else "distinct"
 
-    def _warnings(self, ties: dict[str, int], feedback: FeedbackDefinition) -> list[str]:
-        return [*tie_warnings(self.choice.label, ties), *unit_warnings(feedback), *self._file_warnings()]
+    def _warnings(self, ties: dict[str, int]) -> list[str]:
+        label = self.choice.label
+        units = unit_warnings(self.quantiles, label.base)
+        return [*tie_warnings(label, ties), *units, *self._file_warnings()]
 
     def _file_warnings(self) -> list[str]:
         """Warnings about the files of the log and of the feature tables."""
@@ -351,8 +362,9 @@ class PrepareRun:
         if not label.reads_events_once:
             engine.drop("placed")
         # the label with its options, and the column that it reads: logs whose labels mean the same agree in it
-        described, fitted = repr(label) + self._label_column(), engine.table(cutoff_table(quantiles))
-        self.feedback = definition(fitted, self.choice.feedback, label, self.choice.max_watch_time, described)
+        described = repr(label) + self._label_column()
+        self.quantiles = quantiles_in_seconds(engine.table(cutoff_table(quantiles)))
+        self.feedback = definition(self.quantiles, self.choice.feedback, label, self.choice.max_watch_time, described)
 
     def _label_column(self) -> str:
         """The column that the label reads, and the values that have grades; empty if it reads none."""

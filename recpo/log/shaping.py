@@ -36,6 +36,9 @@ from recpo.log.schema import TRAIN, Derived, LogColumns
 Ties = Literal["mid", "full"]
 """How equal watch times count: by half, or in full."""
 
+Cutoffs = dict[int, tuple[float, ...]]
+"""Fifteen watch times in seconds by duration bucket."""
+
 #: fatal: the log is rejected. impossible: the value is neutralized and counted, or fatal if strict. missing:
 #: neutralized and counted.
 Severity = Literal["fatal", "impossible", "missing"]
@@ -76,6 +79,15 @@ class Label(ABC):
             events: standard events with ``user_index`` and ``period``.
             counts: their ``bucket_counts`` by this label; in an extension, those of the users before.
         """
+
+    def cutoffs(self, quantiles: Cutoffs, rule: FeedbackRule) -> Cutoffs:
+        """Cutoffs of the feedback levels of every duration bucket; by default the quantiles of its watch times.
+
+        Args:
+            quantiles: the 1/16, 2/16, ..., 15/16 quantiles of the compared watch times in seconds, by bucket.
+            rule: which labels are positive and skipped.
+        """
+        return quantiles
 
     def check(self, value: ir.FloatingColumn) -> tuple[str, Severity, str, ir.BooleanColumn] | None:
         """Problem, severity, remedy and offending rows of values in the log's ``label``; None = it reads any number."""
@@ -155,13 +167,18 @@ class WatchQuantiles(Label):
 
 @dataclass(frozen=True)
 class WatchRatio(Label):
-    """Watched share of the item, ``min(watch_time / (cap * duration), 1)``.
+    """Watched share of the item, ``min(watch_time / (cap * duration), 1)``, which also gives the feedback level.
+
+    For logs in which most items are played to the end, such as songs: the ranks of complete plays are equal, or say
+    which of the items are longer. ``recpo init`` takes it where a quarter of the plays end with the item.
 
     Args:
         cap: watch ratio that counts as 1; watching an item twice is a ratio of 2.
     """
 
     cap: PositiveFloat = 1.0
+
+    duration_exponent = 1.0  # not an option: shares are compared
 
     needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
@@ -170,6 +187,11 @@ class WatchRatio(Label):
         """Nothing is fitted."""
         ratio = events[Derived.WATCH_MS].cast("float64") / (events[Derived.DURATION_MS].cast("float64") * self.cap)
         return _with_label(events, events, ibis.ifelse(ratio > 1.0, 1.0, ratio))
+
+    def cutoffs(self, quantiles: Cutoffs, rule: FeedbackRule) -> Cutoffs:
+        """The limits of the levels of labels, as shares of the middle of the bucket."""
+        shares = rule.level_limits * self.cap
+        return {bucket: tuple((shares * self.base ** (bucket + 0.5)).tolist()) for bucket in quantiles}
 
 
 @dataclass(frozen=True)
@@ -496,14 +518,18 @@ def cutoff_table(quantiles: ir.Table) -> ir.Table:
     return quantiles.group_by("bucket").aggregate(**cutoffs).order_by("bucket")
 
 
-def definition(
-    cutoffs: pa.Table, rule: FeedbackRule, label: Label, max_watch_time: float, described: str = ""
-) -> FeedbackDefinition:
-    """The rule with the fitted values, the cutoffs of ``cutoff_table`` in seconds, and the description of the label."""
+def quantiles_in_seconds(cutoffs: pa.Table) -> Cutoffs:
+    """The table of ``cutoff_table`` by bucket, in seconds."""
     limits = np.stack([cutoffs[name].to_numpy() for name in _CUTOFFS], 1) / 1000
-    by_bucket = dict(zip(cutoffs["bucket"].to_pylist(), map(tuple, limits.tolist()), strict=True))
-    exponent, every = label.duration_exponent, label.every_event
-    return FeedbackDefinition(rule, label.base, by_bucket, max_watch_time, described, exponent, every)
+    return dict(zip(cutoffs["bucket"].to_pylist(), map(tuple, limits.tolist()), strict=True))
+
+
+def definition(
+    quantiles: Cutoffs, rule: FeedbackRule, label: Label, max_watch_time: float, described: str = ""
+) -> FeedbackDefinition:
+    """The rule with the cutoffs of the label, and its description."""
+    cutoffs, exponent, every = label.cutoffs(quantiles, rule), label.duration_exponent, label.every_event
+    return FeedbackDefinition(rule, label.base, cutoffs, max_watch_time, described, exponent, every)
 
 
 def watch_ties(quantiles: ir.Table) -> ir.Table:

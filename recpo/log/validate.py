@@ -3,7 +3,7 @@
 Also warns about labels and units that the fitted watch times make doubtful.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -12,14 +12,13 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.base.features import Feature, Number
-from recpo.base.feedback import FeedbackDefinition
 from recpo.log.csv_files import row_in_file
 from recpo.log.engine import Engine
 from recpo.log.events import absent, length_ms, number, timestamp_ms
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
 from recpo.log.files import Log
 from recpo.log.schema import EXAMPLES, Columns, Example, Fault, LogColumns
-from recpo.log.shaping import Label, NumericColumn, Severity
+from recpo.log.shaping import Label, NumericColumn, Severity, WatchRatio
 
 _VALUES_SHOWN: Final = 8
 #: From this share of equal watch times, no quantile separates a quarter of the events from the rest.
@@ -249,12 +248,14 @@ def _duplicates(engine: Engine, raw: ir.Table, log: Log, mapping: Columns) -> Se
 def tie_warnings(label: Label, ties: dict[str, int]) -> list[str]:
     """A warning if so many train watch times are equal that labels from their ranks contain little information.
 
+    The watched share is no rank.
+
     Args:
         label: the label method.
         ties: the result of ``recpo.log.shaping.watch_ties``.
     """
     watched = ties["watched"]
-    if LogColumns.WATCH_TIME not in label.needs or not watched:
+    if LogColumns.WATCH_TIME not in label.needs or isinstance(label, WatchRatio) or not watched:
         return []
     zero, tied = ties["zero"] / watched, ties["tied"] / watched
     if zero > _MANY_TIES:
@@ -270,17 +271,18 @@ def tie_warnings(label: Label, ties: dict[str, int]) -> list[str]:
     return []
 
 
-def unit_warnings(feedback: FeedbackDefinition) -> list[str]:
+def unit_warnings(quantiles: Mapping[int, Sequence[float]], base: float) -> list[str]:
     """A warning if watch times and durations are so different that one of their units is probably wrong.
 
     The median watch time of each duration bucket is compared with the bucket's shortest duration. Plausible is a median
     ratio of 1/200 to 10 over the buckets, so a mistake of seconds for milliseconds is always outside.
 
     Args:
-        feedback: with the fitted quantiles of the watch times.
+        quantiles: of the watch times, in seconds, by bucket.
+        base: of the buckets.
     """
-    medians = {bucket: quantiles[len(quantiles) // 2] for bucket, quantiles in feedback.cutoffs.items()}
-    ratios = [watched / feedback.duration_base**bucket for bucket, watched in medians.items() if watched > 0]
+    medians = {bucket: times[len(times) // 2] for bucket, times in quantiles.items()}
+    ratios = [watched / base**bucket for bucket, watched in medians.items() if watched > 0]
     if not ratios or _LEAST_RATIO <= (ratio := median(ratios)) <= _MOST_RATIO:
         return []
     return [

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import recpo
+from recpo.base.feedback import HIGHEST
 from recpo.cli.main import main
 from recpo.log.inspection import inspect_log
 from recpo.verbs.init import preparation_of
@@ -321,6 +322,24 @@ def test_plays_and_thumbs_as_texts_are_recognized_and_prepared(suffix, tmp_path)
     counts = recpo.load(tmp_path / "prepared").manifest["counts"]["splits"]
     assert sum(period["disliked"] for period in counts.values()) == (log["thumb"] == "down").sum()
     assert sum(period["behaviors"]["like"] for period in counts.values()) == (log["thumb"] == "up").sum()
+
+
+@pytest.mark.parametrize(("longest", "label"), [(1.25, "WatchQuantiles"), (1.4, "WatchRatio")])
+def test_where_plays_end_with_the_item_the_label_is_their_share(longest, label, tmp_path):
+    """Of 1.25, a fifth of the plays are whole, of 1.4 two sevenths, which ranks cannot tell apart."""
+    log = plays()
+    share = np.minimum(np.random.default_rng(2).uniform(0, longest, len(log)), 1.0)
+    log["play_seconds"] = (log["track_seconds"] * share).round().astype(int)
+    log.to_parquet(tmp_path / "log.parquet")
+    found = inspect_log(tmp_path / "log.parquet")
+    assert found.label.class_name == label
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    if label == "WatchRatio":
+        levels = data.feedback.levels(np.array([100.0, 200.0]), np.array([100.0, 200.0]), np.zeros(2, bool), np.ones(2))
+        assert levels.tolist() == [HIGHEST, HIGHEST]
+        positive = sum(period["positive"] for period in data.manifest["counts"]["splits"].values())
+        mostly = log["play_seconds"] / log["track_seconds"] >= 0.75
+        assert positive == (mostly & (log["thumb"] != "down")).sum()
 
 
 @pytest.mark.parametrize(

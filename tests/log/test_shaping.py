@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from recpo.base.feedback import FeedbackDefinition, FeedbackRule
+from recpo.base.feedback import HIGHEST, FeedbackDefinition, FeedbackRule
 from recpo.log.shaping import (
     D2Q,
     BinaryColumn,
@@ -22,6 +22,7 @@ from recpo.log.shaping import (
     definition,
     estimated_duration_exponent,
     quantile_table,
+    quantiles_in_seconds,
     watch_ties,
 )
 from recpo.log.validate import tie_warnings, unit_warnings
@@ -205,19 +206,18 @@ def test_many_ties_are_warned_of(engine):
     assert "40% of the train watch times are zero seconds" in warnings([0, 0, 1000, 2000, 3000])[0]
     assert "40% of the train watch times equal the most frequent" in warnings([7, 7, 1000, 2000, 3000])[0]
     assert warnings([0, 0, 1000, 2000, 3000], BinaryColumn()) == []
+    assert warnings([7, 7, 1000, 2000, 3000], WatchRatio()) == []
     assert warnings([None, None]) == []
 
 
 def test_implausible_units_are_warned_of():
-    def definition_of(*watched):
-        return FeedbackDefinition(
-            cutoffs={bucket: quarters(0.0, seconds, 9e9) for bucket, seconds in enumerate(watched, 4)}
-        )
+    def warned(*watched):
+        return unit_warnings({bucket: quarters(0.0, seconds, 9e9) for bucket, seconds in enumerate(watched, 4)}, 2.0)
 
-    assert unit_warnings(FeedbackDefinition()) == []
-    assert unit_warnings(definition_of(8.0, 16.0, 0.0)) == []
-    assert "about 0.0005 times the duration" in unit_warnings(definition_of(0.008, 0.016, 0.032))[0]
-    assert "about 500 times the duration" in unit_warnings(definition_of(8_000.0, 16_000.0, 32_000.0))[0]
+    assert unit_warnings({}, 2.0) == []
+    assert warned(8.0, 16.0, 0.0) == []
+    assert "about 0.0005 times the duration" in warned(0.008, 0.016, 0.032)[0]
+    assert "about 500 times the duration" in warned(8_000.0, 16_000.0, 32_000.0)[0]
 
 
 def test_ties_are_counted_by_bucket(engine):
@@ -241,7 +241,7 @@ def test_cutoffs_are_sixteenths_of_the_watch_times(engine):
 @given(events=EVENTS, exponent=st.sampled_from([0.0, 0.73]))
 def test_feedback_levels_equal_the_formula(engine, events, exponent):
     label = WatchQuantiles(duration_exponent=exponent)
-    cutoffs = engine.table(cutoff_table(quantile_table(bucket_counts(table(*events), label))))
+    cutoffs = quantiles_in_seconds(engine.table(cutoff_table(quantile_table(bucket_counts(table(*events), label)))))
     seconds = [np.array([np.nan if ms is None else ms / 1000 for ms in column]) for column in events[1:3]]
     unlabeled = np.full(len(events[0]), np.nan)
     found = definition(cutoffs, FeedbackRule(), label, 86_400.0).levels(*seconds, np.array(events[4]), unlabeled)
@@ -276,6 +276,24 @@ def test_watch_ratio_is_clipped_at_its_cap(engine):
     np.testing.assert_allclose(labeled(engine, WatchRatio(cap=2.0), *columns), [0, 0.25, 0.5, 1])
 
 
+def test_levels_of_the_watch_ratio_are_those_of_its_labels(engine):
+    watched, lasted = [0, 10_000, 29_000, 45_000, 80_000, 199_000, 200_000, 400_000, None], [200_000] * 8 + [100_000]
+    short = [ms and ms * 3 // 5 for ms in watched], [120_000] * 8 + [None]  # the same shares of a shorter item
+    for label in (WatchRatio(), WatchRatio(cap=2.0)):
+        rows = table([0] * 18, [*watched, *short[0]], [*lasted, *short[1]], [0] * 18)
+        quantiles = quantiles_in_seconds(engine.table(cutoff_table(quantile_table(bucket_counts(rows, label)))))
+        by_watch = definition(quantiles, FeedbackRule(0.8, 0.3), label, 86_400.0)
+        by_label = FeedbackDefinition(FeedbackRule(0.8, 0.3))
+        seconds = [
+            np.array([np.nan if ms is None else ms / 1000 for ms in column])
+            for column in ([*watched, *short[0]], [*lasted, *short[1]])
+        ]
+        liked, nothing = np.minimum(seconds[0] / seconds[1] / label.cap, 1.0), np.zeros(18, bool)
+        found = by_watch.levels(*seconds, nothing, np.full(18, np.nan))
+        assert found.tolist() == by_label.levels(*seconds, nothing, liked).tolist()
+        assert found[7] == HIGHEST
+
+
 def test_column_labels(engine):
     columns = [0] * 4, [None] * 4, [None] * 4, [0] * 4
     ratings = [0.5, 3.0, 4.0, None]
@@ -294,7 +312,7 @@ def test_column_labels(engine):
 def test_cutoffs_are_described_in_seconds(engine):
     rows = table([0] * 5, [1000, 2000, 3000, 4000, 999_000], [9000] * 5, [0, 0, 0, 0, 1])
     label = WatchQuantiles()
-    cutoffs = engine.table(cutoff_table(quantile_table(bucket_counts(rows, label))))
+    cutoffs = quantiles_in_seconds(engine.table(cutoff_table(quantile_table(bucket_counts(rows, label)))))
     fitted = definition(cutoffs, FeedbackRule(), label, 86_400.0)
     assert fitted == FeedbackDefinition(FeedbackRule(), 2.0, {3: (1.0,) * 4 + (2.0,) * 4 + (3.0,) * 4 + (4.0,) * 3})
 
