@@ -275,7 +275,6 @@ def _new_features(
 ) -> EncodedItems:
     """The features of the new items."""
     fitted = PolicyFeatures.load(root, manifest.features, remedy=REMEDY).item
-    assert fitted is not None
     if encoded is not None:
         if not fitted.agrees(encoded.fitted):
             message = (

@@ -38,7 +38,7 @@ from recpo.artifacts.documents import describe_os_error, read_json, read_yaml
 from recpo.artifacts.outputs import output_file, write_json
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import Features
@@ -222,7 +222,7 @@ class Run(Artifact):
             return []
         kept, found = self.kept_features(policy), []
         for side in _sides(policy):
-            before, now = kept.of(side) or FittedFeatures((), {}), data.fitted_features(side)
+            before, now = kept.of(side), data.fitted_features(side)
             if not (before.agrees(now) and now.agrees(before)):
                 found.append(f"features of {'requests' if side == 'context' else side + 's'}")
         if policy.reads.behaviors and kept.behaviors != data.behaviors:
