@@ -15,6 +15,7 @@ from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.decision import criterion_of, reward_of
 from recpo.evaluation.estimates import Interval, adjusted_p_values
 from recpo.evaluation.held_out_pass import Evaluated
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.results import OffPolicyEstimate, OffPolicyResult
 from tests.refusals import refused
 
@@ -81,7 +82,7 @@ def rewarded(name, values, reward, half_width=0.1, **others):
     ends = {"normal": Interval(reward - half_width, reward + half_width)}
     estimates = [OffPolicyEstimate("discounted_10", "SNIPS", reward, ends, 9.0, 9, 9, "logged", None, ())]
     estimates += [one._replace(target="top_10", value=9.0) for one in estimates]
-    return measured(name, values, **others)._replace(value=OffPolicyResult(tuple(estimates), {}, 0.95, 1, 0))
+    return measured(name, values, **others)._replace(value=OffPolicyResult(tuple(estimates), {}, OffPolicyOptions()))
 
 
 def test_of_policies_that_pass_the_one_with_the_highest_estimated_reward_ships():
