@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection, apply_to_collections
 from torch import Tensor
 
 from recpo.base.contracts import Policy, RewardFunction, StatePolicy
@@ -302,27 +303,18 @@ def first_occurrences(item_ids: Tensor) -> Tensor:
 
 def take_rows(batch: FeedbackBatch, rows: Tensor) -> FeedbackBatch:
     """The contexts ``rows`` of a batch."""
-    return batch._replace(
-        histories=batch.histories.rows(rows),
-        slates=batch.slates._replace(**_changed(batch.slates, lambda column: column[rows])),
-        context_ids=batch.context_ids[rows],
-        known_positives=None if batch.known_positives is None else batch.known_positives[rows],
-        user_ids=None if batch.user_ids is None else batch.user_ids[rows],
-        plan=None,
-    )
+    per_context = batch.slates, batch.context_ids, batch.known_positives, batch.user_ids
+    slates, ids, known, users = apply_to_collection(per_context, Tensor, lambda column: column[rows])
+    taken = batch._replace(histories=batch.histories.rows(rows), slates=slates, plan=None)
+    return taken._replace(context_ids=ids, known_positives=known, user_ids=users)
 
 
 def put_rows(candidates: Candidates, rows: Tensor, others: Candidates) -> Candidates:
     """Replaces the groups ``rows`` by ``others``, which have the same columns."""
-    columns = others.slates._asdict()
-    slates = candidates.slates._asdict()
-    put = {name: own.index_copy(0, rows, columns[name]) for name, own in slates.items() if own is not None}
-    return Candidates(candidates.slates._replace(**put), candidates.logp.index_copy(0, rows, others.logp))
-
-
-def _changed(columns: Slates, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The columns that there are, each changed."""
-    return {name: change(column) for name, column in columns._asdict().items() if column is not None}
+    put: Candidates = apply_to_collections(
+        candidates, others, Tensor, lambda own, other: own.index_copy(0, rows, other)
+    )
+    return put
 
 
 def as_preference_list(candidates: Candidates, *, worst_only: bool) -> Candidates:
@@ -359,8 +351,8 @@ def most_probable_first(candidates: Candidates) -> Candidates:
 def _ordered(candidates: Candidates, index: Tensor) -> Candidates:
     """The places ``index [B, K]`` of every group."""
     slates, logp = candidates
-    columns = _changed(slates, lambda column: column.gather(1, index))
-    return Candidates(slates._replace(**columns), logp.gather(1, index[..., None].expand(-1, -1, logp.shape[2])))
+    slates = apply_to_collection(slates, Tensor, lambda column: column.gather(1, index))
+    return Candidates(slates, logp.gather(1, index[..., None].expand(-1, -1, logp.shape[2])))
 
 
 def side_by_side(slates: Slates, others: Slates) -> Slates:
