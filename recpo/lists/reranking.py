@@ -28,11 +28,13 @@ class Tags(NamedTuple):
 
     Attributes:
         offsets: ``[V + 2]`` item i owns ``tags[offsets[i] : offsets[i + 1]]``; item 0 owns nothing.
-        tags: ``[N]`` numbers of tags from 0 on, no tag twice in an item.
+        tags: ``[N]`` 0 .. ``num_tags`` - 1, no tag twice in an item.
+        num_tags: G, at least 1.
     """
 
     offsets: IntArray
     tags: IntArray
+    num_tags: int
 
     def of(self, items: IntArray) -> tuple[IntArray, IntArray]:
         """Every tag of ``items [n]``: the place of its item, and the tag."""
@@ -45,9 +47,9 @@ class Tags(NamedTuple):
     def from_pairs(cls, items: IntArray, tags: IntArray, num_items: int) -> Tags:
         """From pairs of an item and a tag, ``[N]`` each, in any order, repeats allowed; item 0 is left out."""
         size = int(tags.max(initial=0)) + 1
-        distinct = np.unique(items[items > 0] * size + tags[items > 0])
-        counts = np.bincount(distinct // size, minlength=num_items + 1)
-        return cls(np.concatenate([[0], np.cumsum(counts)]), distinct % size)
+        owner, distinct = np.divmod(np.unique(items[items > 0] * size + tags[items > 0]), size)
+        counts = np.bincount(owner, minlength=num_items + 1)
+        return cls(np.concatenate([[0], np.cumsum(counts)]), distinct, size)
 
 
 @dataclass(frozen=True, eq=False)
