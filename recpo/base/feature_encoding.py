@@ -315,7 +315,8 @@ class PolicyFeatures:
         Raises:
             RecpoError: a vocabulary is missing or damaged.
         """
-        return cls(*(_fitted(root, side, schema, remedy) for side in SIDES), behaviors)
+        sides = {side: _fitted(root, side, schema, remedy) for side in SIDES}
+        return cls(**sides, behaviors=behaviors)
 
 
 def vocabulary_file(side: Side, name: str) -> str:
