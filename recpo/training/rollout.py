@@ -23,7 +23,7 @@ from recpo.base.contracts import Policy, RewardFunction, StatePolicy
 from recpo.base.types import FeedbackBatch, LogProbs, Slates, catalog_slates
 from recpo.objectives.advantages import group_normalized_advantage
 from recpo.objectives.inputs import masked_mean
-from recpo.ops.ranking import is_member
+from recpo.ops.ranking import first_places, is_member
 from recpo.ops.reduce import zero_masked
 from recpo.training.options import RolloutOptions
 
@@ -206,7 +206,7 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
         logp = torch.where(unscored[..., None], own, logp)
     slates, logp = most_probable_first(Candidates(slates, logp))
     if options.duplicates == "drop":
-        slates = slates._replace(mask=slates.mask & first_occurrences(slates.item_ids))
+        slates = slates._replace(mask=first_places(slates.item_ids, slates.mask))
     return Candidates(slates, zero_masked(logp, items_of(slates)[..., None]))
 
 
@@ -244,7 +244,7 @@ def _draw_metrics(drawn: Candidates, batch: FeedbackBatch, options: RolloutOptio
     assert slates.is_logged is not None
     generated = logged.mask.any(-1, keepdim=True) & ~slates.is_logged
     valid = generated & (slates.item_ids > 0)
-    unique = valid & first_occurrences(slates.item_ids * valid)
+    unique = first_places(slates.item_ids, valid)
     metrics = {
         "valid_share": masked_mean(valid, generated),
         "unique_share": unique.sum() / valid.sum().clamp(min=1),
@@ -292,13 +292,6 @@ def with_logged(slates: Slates, logged: Slates, count: int) -> Slates:
     pairs = {name: (own, sources[name]) for name, own in slates._asdict().items()}
     both = {name: pair for name, pair in pairs.items() if pair[0] is not None and pair[1] is not None}
     return slates._replace(**{name: placed(*pair) for name, pair in both.items()})
-
-
-def first_occurrences(item_ids: Tensor) -> Tensor:
-    """``[B, G]``: the item does not stand at an earlier place of its group; empty places (0) count as items."""
-    group = item_ids.shape[1]
-    earlier = torch.ones(group, group, dtype=torch.bool, device=item_ids.device).tril(-1)
-    return ~((item_ids[:, :, None] == item_ids[:, None, :]) & earlier).any(-1)
 
 
 def take_rows(batch: FeedbackBatch, rows: Tensor) -> FeedbackBatch:
