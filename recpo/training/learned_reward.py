@@ -14,7 +14,7 @@ from recpo.base.contracts import MadeFor, Objective, RewardFunction, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import FeedbackBatch, Histories, Slates
-from recpo.objectives.reward_model import TARGETS, PointwiseReward
+from recpo.objectives.reward_model import PointwiseReward
 from recpo.ops.kernels import without_autocast
 from recpo.training.networks import ItemScore, item_scores
 from recpo.training.options import CriticOptions
@@ -103,7 +103,7 @@ def _objective_of(run: Run) -> Objective:
     return objective
 
 
-def load_calibration(run: Run, checkpoint: Checkpoint = "best", names: tuple[str, ...] = TARGETS) -> Calibration:
+def load_calibration(run: Run, checkpoint: Checkpoint, names: tuple[str, ...]) -> Calibration:
     """The calibration that ``recpo calibrate`` fitted.
 
     Args:

@@ -486,7 +486,7 @@ def _reward(root: Path) -> str:
 
     run = Run.open(root / "reward")
     model = load_reward_model(run, "best")
-    return _text(load_calibration(run), _tensors(model.policy.state_dict()))
+    return _text(load_calibration(run, "best", model.objective.target_names), _tensors(model.policy.state_dict()))
 
 
 def _checkpoint(root: Path) -> str:
