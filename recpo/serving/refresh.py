@@ -164,8 +164,8 @@ def refresh_bundle(
     bundle = Bundle.open(root)
     check_golden(bundle)
     manifest, known, attributes = bundle.manifest, bundle.items, list(bundle.filters.attributes)
-    columns = [*attributes, *(one.source for one in manifest.features.item if encoded is None)]
-    today = _Today.read(items, known, columns, str(manifest.origin.get("item_column") or ITEM_ID))
+    columns = [one.source for one in manifest.features.item] if encoded is None else []
+    today = _Today.read(items, known, [*columns, *attributes], str(manifest.origin.get("item_column") or ITEM_ID))
     grows = len(today.new) > 0 and bool(manifest.features.item)
     if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
         message = (
