@@ -88,7 +88,7 @@ class PreferenceModule(LightningModule):
         self._whitens = options.advantage is not None and options.advantage.whiten
         self._planner = StepPlanner(policy, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
-        self._kl = KLControl(options.objective, options.adaptive_kl, options.rollout)
+        self._kl = KLControl(options)
         self._step_count: Tensor | None = None
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score
