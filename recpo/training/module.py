@@ -22,7 +22,7 @@ from recpo.training.kl_control import KLControl
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
-from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics, metrics_of_exposures
+from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics
 
 IN_TERMINAL = frozenset(
     {
@@ -93,13 +93,7 @@ class PreferenceModule(LightningModule):
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score
         self._validation = (
-            ValidationMetrics(
-                options.validation_k,
-                policy.num_items,
-                item_counts,
-                options.validation_reward,
-                metrics_of_exposures(options),
-            )
+            ValidationMetrics(options, policy.num_items, item_counts)
             if head is None
             else ScoreMetrics(options.objective, head)
         )
