@@ -35,10 +35,11 @@ import torch
 
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Slates
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.segments import item_segments
+from recpo.lists.reranking import Tags
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.counted import popularity_of
 
@@ -148,7 +149,7 @@ def random_facts(items: int) -> ItemFacts:
     return ItemFacts(
         train_count=(torch.rand(items + 1, generator=generator) ** 4 * 500).long(),
         duration=torch.rand(items + 1, generator=generator) * 100,
-        tags=ItemTags(2 * torch.arange(-1, items + 1).clamp_min(0), tags.flatten(), TAGS),
+        tags=Tags.from_pairs(np.arange(1, items + 1).repeat(2), tags.flatten().numpy(), items),
         vectors=torch.randn(items + 1, DIM, generator=generator),
     )
 

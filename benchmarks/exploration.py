@@ -29,7 +29,7 @@ from recpo.lists.reranking import (
     ItemAttributes,
     MaximalMarginalRelevance,
     Tags,
-    rerank,
+    reranked,
 )
 
 CATALOG, K, DIM, TAGS, HISTORY = 100_000, 10, 64, 50, 100
@@ -71,18 +71,19 @@ def explored(shortlist: int, spread: float, repeats: int) -> dict:
     }
 
 
-def reranked(shortlist: int, repeats: int) -> list[dict]:
+def times_of_reranking(shortlist: int, repeats: int) -> list[dict]:
     generator = np.random.default_rng(0)
     tags = Tags.from_pairs(np.arange(1, CATALOG + 1), generator.integers(0, TAGS, CATALOG), CATALOG)
     known = ItemAttributes({"category": tags}).with_vectors(generator.normal(size=(CATALOG + 1, DIM)))
     items = generator.choice(CATALOG, shortlist, replace=False) + 1
     scores, history = np.sort(generator.normal(size=shortlist))[::-1], generator.integers(1, CATALOG, HISTORY)
     methods = [MaximalMarginalRelevance(), Determinantal(), AttributeCap("category"), Calibration("category")]
+    lists = items[None], scores[None], [K], known, history[None], shortlist
     return [
         {
             "what": method.label,
             "shortlist": shortlist,
-            "ms alone": round(milliseconds(lambda m=method: rerank(m, items, scores, K, known, history), repeats), 2),
+            "ms alone": round(milliseconds(lambda m=method: reranked(m, *lists), repeats), 2),
         }
         for method in methods
     ]
@@ -94,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes, repeats = ((20,), 2) if options.quick else ((100, 300, 1000), 50)
     lines = [explored(size, spread, repeats) for size in sizes for spread in (0.5, 2.0, 5.0)]
-    for line in [*lines, *(line for size in sizes for line in reranked(size, repeats))]:
+    for line in [*lines, *(line for size in sizes for line in times_of_reranking(size, repeats))]:
         print(json.dumps({"benchmark": "exploration", **line, "machine": platform.machine()}), flush=True)
 
 

@@ -9,7 +9,7 @@ reads of all sides, as runs and bundles keep it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import count
@@ -107,8 +107,8 @@ class FittedFeatures:
         vocabularies: vocabulary of each ``Category`` and ``Categories``, by feature name.
     """
 
-    features: tuple[Feature, ...]
-    vocabularies: Mapping[str, Vocabulary]
+    features: tuple[Feature, ...] = ()
+    vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)
 
     @property
     def schema(self) -> pa.Schema:
@@ -273,31 +273,31 @@ class PolicyFeatures:
     """What a policy reads beside items and feedback. Its run and its bundle keep it in the same files.
 
     Attributes:
-        item: for the vectors of new items; None = not read, or a bundle without an item encoder.
-        user: of the users; None = not read.
-        context: of the requests; None = not read.
+        item: for the vectors of new items; empty = not read, or a bundle without an item encoder.
+        user: of the users; empty = not read.
+        context: of the requests; empty = not read.
         behaviors: names of the behaviors that it reads, in the order of their bits.
     """
 
-    item: FittedFeatures | None = None
-    user: FittedFeatures | None = None
-    context: FittedFeatures | None = None
+    item: FittedFeatures = FittedFeatures()
+    user: FittedFeatures = FittedFeatures()
+    context: FittedFeatures = FittedFeatures()
     behaviors: tuple[str, ...] = ()
 
     @property
     def schema(self) -> FeatureSchema:
         """The features of these sides."""
-        return FeatureSchema(*((self.of(side) or FittedFeatures((), {})).features for side in SIDES))
+        return FeatureSchema(*(self.of(side).features for side in SIDES))
 
-    def of(self, side: Side) -> FittedFeatures | None:
+    def of(self, side: Side) -> FittedFeatures:
         """The fitted features of one side."""
-        found: FittedFeatures | None = getattr(self, side)
+        found: FittedFeatures = getattr(self, side)
         return found
 
     def save(self, root: Path) -> None:
         """Writes the vocabularies into a directory."""
         for side in SIDES:
-            for name, vocabulary in (fitted.vocabularies if (fitted := self.of(side)) else {}).items():
+            for name, vocabulary in self.of(side).vocabularies.items():
                 file = root / vocabulary_file(side, name)
                 file.parent.mkdir(exist_ok=True)
                 pq.write_table(pa.table({"value": vocabulary.values}), file)
@@ -315,7 +315,7 @@ class PolicyFeatures:
         Raises:
             RecpoError: a vocabulary is missing or damaged.
         """
-        sides = {side: _fitted(root, side, schema, remedy) for side in SIDES if schema.of(side)}
+        sides = {side: _fitted(root, side, schema, remedy) for side in SIDES}
         return cls(**sides, behaviors=behaviors)
 
 

@@ -35,9 +35,6 @@ from recpo.log.prepared import Events, Prepared
 Assign = Literal["batches", "shards"]
 """What is assigned to ranks: batches, cut from all shards, or whole shards."""
 
-Planner = Callable[[FeedbackBatch], FeedbackBatch]
-"""Adds counts to a gathered batch that a training step would otherwise have to wait for its device to compute."""
-
 
 class Phases(NamedTuple):
     """How an epoch is cut into phases: runs of optimizer steps that are repeated before the next run begins.
@@ -79,13 +76,14 @@ class Contents:
         reads: columns of the prepared data.
         step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
         whole_steps: whether the first micro-batch of a step carries the others (``FeedbackBatch.following``).
-        planner: adds to every batch the counts that the CPU can compute in advance.
+        planner: adds to every batch the counts for which a training step would otherwise wait for its device
+            (``FeedbackBatch.plan``).
     """
 
     reads: Reads = Reads()  # noqa: RUF009  immutable
     step_labels: bool = False
     whole_steps: bool = False
-    planner: Planner | None = None
+    planner: Callable[[FeedbackBatch], FeedbackBatch] | None = None
 
 
 class _Planned(NamedTuple):
@@ -454,18 +452,11 @@ class FeedbackDataModule(LightningDataModule):
 
     Attributes:
         phases: how training goes through the epoch; set by the training workflow.
-        step_labels: training reads ``FeedbackBatch.step_labels``; set by the training workflow.
-        whole_steps: training reads ``FeedbackBatch.following``; set by the training workflow.
-        reads: what batches contain beyond items, feedback and times; set by the training workflow.
-        planner: adds to a batch the counts that the CPU can compute in advance (``FeedbackBatch.plan``); set by
-            training.
+        contents: what batches contain besides items, feedback and times; set by the training workflow.
     """
 
     phases = Phases()
-    step_labels = False
-    whole_steps = False
-    reads = Reads()
-    planner: Planner | None = None
+    contents = Contents()
 
     def __init__(
         self,
@@ -506,7 +497,7 @@ class FeedbackDataModule(LightningDataModule):
             self._seed,
             self._rank(),
             Epochs(self.phases, self._assign, self._newest_only, self._replay),
-            Contents(self.reads, self.step_labels, self.whole_steps, self.planner),
+            self.contents,
             self._sum_over_ranks,
         )
         trainer = self.trainer
@@ -526,15 +517,13 @@ class FeedbackDataModule(LightningDataModule):
                 field="reference",
             )
         return TrainBatches(
-            self.prepared, self.layout, self._batch_size, self._seed, Rank(), contents=Contents(self.reads)
+            self.prepared, self.layout, self._batch_size, self._seed, Rank(), contents=Contents(self.contents.reads)
         )
 
     def val_dataloader(self) -> DataLoader[EvaluationBatch]:
         """Held-out users of the validation period."""
-        length, size = self.layout.history_length, self._evaluation_batch_size
-        held_out = HeldOutBatches(
-            self.prepared, "valid", length, size, self._rank(), self._max_validation_users, self.reads
-        )
+        length, size, reads = self.layout.history_length, self._evaluation_batch_size, self.contents.reads
+        held_out = HeldOutBatches(self.prepared, "valid", length, size, self._rank(), self._max_validation_users, reads)
         return DataLoader(held_out, batch_size=None)
 
     def _sum_over_ranks(self, counts: np.ndarray) -> np.ndarray:

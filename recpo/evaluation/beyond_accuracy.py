@@ -21,18 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation.measures import Measure, Observed
-from recpo.lists.reranking import ItemAttributes
+from recpo.lists.reranking import SMOOTHING, ItemAttributes, Tags
 from recpo.log.id_map import read_rows
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import is_member, named
 
 _CELLS_AT_ONCE = 1 << 24  # of users x tags
-_SMOOTHING = 0.01  # Steck's alpha
 
 
 class Exposure(Measure):
@@ -160,17 +160,17 @@ def diversity(vectors: Tensor, ks: Sequence[int]) -> Tensor:
     return _one_minus_mean_cosine(sums.double().square().sum(2), within.sum(1).double())
 
 
-def tag_diversity(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
+def tag_diversity(item_ids: Tensor, tags: Tags, ks: Sequence[int]) -> Tensor:
     """``diversity`` of the items' sets of tags, ``|A & B| / sqrt(|A| |B|)`` for the cosine: ``[B, len(ks)]``."""
     parts = []
     for part in _chunks(item_ids, tags):
-        tagged = _num_tags(part, tags) > 0
+        tagged = torch.from_numpy(np.diff(tags.offsets))[part] > 0
         lengths = [_tag_sums(part[:, :k], tags, power=0.5).square().sum(1) for k in ks]
         parts.append(_one_minus_mean_cosine(torch.stack(lengths, 1), _within(tagged, ks).sum(1).double()))
     return torch.cat(parts)
 
 
-def tag_entropy(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
+def tag_entropy(item_ids: Tensor, tags: Tags, ks: Sequence[int]) -> Tensor:
     """``- sum_g q_g ln q_g`` of the shares q of the tags in the first k places, ``[B, len(ks)]``; nan without tags.
 
     In nats: 0 = a single tag, ``ln n`` = n tags in equal shares. Shares as in ``miscalibration``.
@@ -182,7 +182,7 @@ def tag_entropy(item_ids: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def miscalibration(item_ids: Tensor, history: Tensor, tags: ItemTags, ks: Sequence[int]) -> Tensor:
+def miscalibration(item_ids: Tensor, history: Tensor, tags: Tags, ks: Sequence[int]) -> Tensor:
     """Difference between the tags of the first k items and of the history, ``[B, len(ks)]``: 0 = the same shares.
 
     ``sum_g p_g ln(p_g / ((1 - alpha) q_g + alpha p_g))``, ``alpha = 0.01``, in nats, with the shares p of the tags in
@@ -200,7 +200,7 @@ def miscalibration(item_ids: Tensor, history: Tensor, tags: ItemTags, ks: Sequen
         wanted = _shares(past, tags)
         columns = []
         for k in ks:
-            smoothed = (1 - _SMOOTHING) * _shares(part[:, :k], tags) + _SMOOTHING * wanted
+            smoothed = (1 - SMOOTHING) * _shares(part[:, :k], tags) + SMOOTHING * wanted
             columns.append(torch.where(wanted == 0, 0.0, wanted * (wanted / smoothed).log()).sum(1))
         parts.append(torch.stack(columns, 1))
     return torch.cat(parts)
@@ -217,47 +217,26 @@ def _one_minus_mean_cosine(squared_length: Tensor, count: Tensor) -> Tensor:
     return (1 - (squared_length - count) / (count * (count - 1))).masked_fill(count < 2, torch.nan)
 
 
-def _chunks(item_ids: Tensor, tags: ItemTags) -> tuple[Tensor, ...]:
-    return item_ids.split(max(1, _CELLS_AT_ONCE // max(1, tags.num_tags)))
+def _chunks(item_ids: Tensor, tags: Tags) -> tuple[Tensor, ...]:
+    return item_ids.split(max(1, _CELLS_AT_ONCE // tags.num_tags))
 
 
-def _num_tags(item_ids: Tensor, tags: ItemTags) -> Tensor:
-    return tags.offsets[item_ids + 1] - tags.offsets[item_ids]
-
-
-def _tag_sums(item_ids: Tensor, tags: ItemTags, power: float) -> Tensor:
+def _tag_sums(item_ids: Tensor, tags: Tags, power: float) -> Tensor:
     """``[B, G]`` float64: sum over a row's items of ``1 / (number of its tags) ** power``, for each of their tags."""
-    items = item_ids.flatten()
-    count = _num_tags(items, tags)
-    entry = torch.arange(len(items)).repeat_interleave(count)
-    nth = torch.arange(len(entry)) - (count.cumsum(0) - count)[entry]
-    cell = entry // max(1, item_ids.shape[1]) * tags.num_tags + tags.tags[tags.offsets[items][entry] + nth]
-    weight = count[entry].double() ** -power
+    place, tag = map(torch.from_numpy, tags.of(item_ids.flatten().numpy()))
+    cell = place // max(1, item_ids.shape[1]) * tags.num_tags + tag
+    weight = place.bincount()[place].double() ** -power
     sums = weight.new_zeros(len(item_ids) * tags.num_tags).index_add_(0, cell, weight)
     return sums.view(len(item_ids), tags.num_tags)
 
 
-def _shares(item_ids: Tensor, tags: ItemTags) -> Tensor:
+def _shares(item_ids: Tensor, tags: Tags) -> Tensor:
     sums = _tag_sums(item_ids, tags, power=1.0)
     return sums / sums.sum(1, keepdim=True)
 
 
 #: Bins of ``popularity_bins``, the most popular first.
 POPULARITY_BINS = ("head", "torso", "tail", "unseen in training")
-
-
-class ItemTags(NamedTuple):
-    """The tags of every item, as one flat list with offsets.
-
-    Attributes:
-        offsets: ``[V + 2]`` int64; item i owns ``tags[offsets[i] : offsets[i + 1]]``, item 0 owns nothing.
-        tags: ``[N]`` int64, 0 .. ``num_tags`` - 1, distinct within an item.
-        num_tags: G.
-    """
-
-    offsets: Tensor
-    tags: Tensor
-    num_tags: int
 
 
 class ItemFacts(NamedTuple):
@@ -272,7 +251,7 @@ class ItemFacts(NamedTuple):
 
     train_count: Tensor
     duration: Tensor | None = None
-    tags: ItemTags | None = None
+    tags: Tags | None = None
     vectors: Tensor | None = None
 
 
@@ -333,10 +312,7 @@ def item_facts(data: Prepared, features: ItemFeatures | None) -> ItemFacts:
     if features.tags is None:
         return facts._replace(vectors=vectors)
     found = ItemAttributes.read(features.file, items, names=[features.tags], item_id=features.item_id)
-    offsets, tags = found.tags[features.tags]
-    number = int(tags.max(initial=-1)) + 1
-    tensors = torch.from_numpy(offsets), torch.from_numpy(tags)
-    return facts._replace(vectors=vectors, tags=ItemTags(*tensors, number))
+    return facts._replace(vectors=vectors, tags=found.tags[features.tags])
 
 
 def _with_place_0(values: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from recpo.base.contracts import RewardFunction
 from recpo.base.errors import PositiveInt, RecpoError, Seed
 from recpo.base.features import Reads
-from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
+from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, catalog_slates
 from recpo.evaluation.candidates import Candidates, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import as_json, estimate, percentile_interval, resampled
@@ -551,11 +551,7 @@ def greedy_lists(
         k: length of the greedy lists.
         exclude: ``[B, N]`` items that may not be listed, 0 pads; None = every item may be.
     """
-    histories = batch.feedback.histories
-    users = len(histories.lengths)
-    items = torch.arange(1, num_items + 1, device=histories.lengths.device).expand(users, -1).contiguous()
-    visible = histories.lengths[:, None].expand_as(items).contiguous()
-    catalog = Slates(items, visible, torch.ones_like(items, dtype=torch.bool))
+    catalog = catalog_slates(batch.feedback.histories, num_items)
     rewards = reward(batch.feedback._replace(slates=catalog), catalog).double()
     rewards = rewards.masked_fill(rewards.isnan(), -torch.inf)
     if exclude is not None:

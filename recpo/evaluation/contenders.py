@@ -28,7 +28,7 @@ from recpo.evaluation.candidates import internal_ids
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
-from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, rerank
+from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, reranked
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_allowed, is_member
@@ -430,16 +430,11 @@ def reranked_contender(
     Args:
         base: the contender that ranks.
         reranker: chooses the slate.
-        known: tags of the items, and vectors unless the contender's own vectors are used.
+        known: the tags that the method reads, and vectors unless the contender's own vectors are used.
         vectors_of: the contender's own vectors.
         k: length of the slate.
         shortlist: maximum number of items to re-rank.
-
-    Raises:
-        RecpoError: an attribute that the method needs is missing.
     """
-    for attribute in reranker.attributes:
-        known.attribute(attribute)
 
     def load() -> Recommender:
         ranked, attributes = base.load(), known
@@ -457,13 +452,10 @@ def reranked_contender(
         def recommend(batch: EvaluationBatch, length: int, exclude: Tensor) -> Recommendations:
             assert ranked.recommend is not None
             lists = ranked.recommend(batch.feedback.histories, max(length, shortlist), exclude)
-            items, scores = lists.item_ids.cpu().numpy().copy(), lists.scores.cpu().numpy().copy()
-            for row, history in enumerate(batch.past.cpu().numpy()):
-                first = (row, slice(shortlist))
-                items[first], scores[first] = rerank(reranker, items[first], scores[first], k, attributes, history)
-            device = lists.item_ids.device
-            chosen = (torch.from_numpy(np.ascontiguousarray(part[:, :length])).to(device) for part in (items, scores))
-            return Recommendations(*chosen)
+            items, scores, past = (part.cpu().numpy() for part in (*lists, batch.past))
+            places = reranked(reranker, items, scores, [k] * len(items), attributes, past, shortlist)
+            order = torch.from_numpy(places).to(lists.item_ids.device)
+            return Recommendations(lists.item_ids.gather(1, order)[:, :length], lists.scores[:, :length])
 
         return replace(ranked, recommend=None, recommend_to_batch=recommend, log_prob=None, score=None, policy=None)
 

@@ -13,7 +13,7 @@ import torch
 
 from recpo.base.errors import RecpoError
 from recpo.evaluation import Z95
-from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estimate
+from recpo.evaluation.estimates import LEVEL, Estimate, adjusted_p_values, estimate, or_least
 from recpo.evaluation.held_out_pass import Evaluated
 from recpo.evaluation.off_policy.results import DISCOUNTED, snips_of
 
@@ -73,7 +73,6 @@ class Choice(NamedTuple):
 
     Attributes:
         name: the contender that ships.
-        leader: the contender with the best value.
         strongest_baseline: the baseline with the highest estimated reward, or, if none is known, the best value.
         policy: the policy that may ship (``choose``); None = there is none.
         gain: paired difference of that policy to the strongest baseline, weighted by precision; None = there is no
@@ -84,7 +83,6 @@ class Choice(NamedTuple):
     """
 
     name: str
-    leader: str
     strongest_baseline: str
     policy: str | None
     gain: Estimate | None
@@ -123,7 +121,7 @@ class Choice(NamedTuple):
 def leaderboard(measured: Sequence[Evaluated], criterion: str, k: int) -> tuple[Standing, ...]:
     """The contenders, best first; those without a value last."""
     values = {one.name: one.result.estimate(criterion) for one in measured}
-    ranked = sorted(measured, key=lambda one: -_known(values[one.name].mean))
+    ranked = sorted(measured, key=lambda one: -or_least(values[one.name].mean))
     leader, rows = ranked[0], []
     for one in ranked:
         behind = leader.result.difference(one.result, criterion)
@@ -161,12 +159,12 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     by_reward = criterion == CRITERION and any(math.isfinite(row.reward) for row in standings)
 
     def worth(row: Standing) -> float:
-        return _known(row.reward if by_reward else row.value)
+        return or_least(row.reward if by_reward else row.value)
 
-    leader, strongest = standings[0].name, max(baselines, key=worth).name
+    strongest = max(baselines, key=worth).name
     if not policies:
         reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
-        return Choice(strongest, leader, strongest, None, None, None, reason, standings)
+        return Choice(strongest, strongest, None, None, None, reason, standings)
     strong = by_name[strongest].result
     weights, names = strong.precision.get(criterion), [row.name for row in policies]
     gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
@@ -187,7 +185,7 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
         reason = f"no policy beats {baseline} beyond doubt: {chosen.name}, the best one, differs by {known}"
         reason += ", so the baseline ships"
     ships = chosen.name if sure else strongest
-    return Choice(ships, leader, strongest, chosen.name, gain, p_value, reason, standings)
+    return Choice(ships, strongest, chosen.name, gain, p_value, reason, standings)
 
 
 def reward_of(one: Evaluated, k: int) -> tuple[float, float]:
@@ -203,7 +201,3 @@ def reward_of(one: Evaluated, k: int) -> tuple[float, float]:
         k: length of the lists.
     """
     return snips_of(one.value, DISCOUNTED.format(k=k))
-
-
-def _known(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf

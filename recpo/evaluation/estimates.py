@@ -52,6 +52,11 @@ def as_json(value: Any) -> Any:
     return [as_json(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+def or_least(value: float) -> float:
+    """A value to sort by: what is not known is the worst."""
+    return value if math.isfinite(value) else -math.inf
+
+
 def estimate(values: Tensor, weights: Tensor | None = None) -> Estimate:
     """Mean and normal 95 % half-width of the values that are not nan.
 

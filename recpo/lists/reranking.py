@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from recpo.base.errors import ClosedUnitInterval, PositiveInt, RecpoError, validate_ranges
 from recpo.base.features import is_list
@@ -28,11 +28,13 @@ class Tags(NamedTuple):
 
     Attributes:
         offsets: ``[V + 2]`` item i owns ``tags[offsets[i] : offsets[i + 1]]``; item 0 owns nothing.
-        tags: ``[N]`` numbers of tags from 0 on, no tag twice in an item.
+        tags: ``[N]`` 0 .. ``num_tags`` - 1, no tag twice in an item.
+        num_tags: G, at least 1.
     """
 
     offsets: IntArray
     tags: IntArray
+    num_tags: int
 
     def of(self, items: IntArray) -> tuple[IntArray, IntArray]:
         """Every tag of ``items [n]``: the place of its item, and the tag."""
@@ -45,9 +47,9 @@ class Tags(NamedTuple):
     def from_pairs(cls, items: IntArray, tags: IntArray, num_items: int) -> Tags:
         """From pairs of an item and a tag, ``[N]`` each, in any order, repeats allowed; item 0 is left out."""
         size = int(tags.max(initial=0)) + 1
-        distinct = np.unique(items[items > 0] * size + tags[items > 0])
-        counts = np.bincount(distinct // size, minlength=num_items + 1)
-        return cls(np.concatenate([[0], np.cumsum(counts)]), distinct % size)
+        owner, distinct = np.divmod(np.unique(items[items > 0] * size + tags[items > 0]), size)
+        counts = np.bincount(owner, minlength=num_items + 1)
+        return cls(np.concatenate([[0], np.cumsum(counts)]), distinct, size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,55 +211,41 @@ class Reranker(ABC):
         """
 
 
-def rerank(
+def reranked(
     reranker: Reranker,
-    items: ArrayLike,
-    scores: ArrayLike,
-    k: int,
+    items: IntArray,
+    scores: FloatArray,
+    ks: Iterable[int],
     known: ItemAttributes,
-    history: ArrayLike | None = None,
-) -> tuple[IntArray, FloatArray]:
-    """The full shortlist in its new order: the slate, then the rest by relevance; empty places stay at the end.
+    histories: IntArray,
+    shortlist: int,
+) -> IntArray:
+    """The new order of lists: of each the slate, the rest of its shortlist by relevance, and what follows as it was.
 
-    The i-th item gets the i-th largest score. So scores fall along the list, as in any ranking, and their distribution
-    is the policy's own. Exploration of the re-ranked list has exact propensities, because the re-ranked list is a
-    deterministic function of the request.
+    The i-th item may keep the i-th largest score. So scores fall along the list, as in any ranking, and their
+    distribution is the policy's own. Exploration of the re-ranked list has exact propensities, because the re-ranked
+    list is a deterministic function of the request.
 
     Args:
-        reranker: chooses the slate.
-        items: ``[M]`` internal ids; 0 = an empty place.
-        scores: ``[M]`` log-probabilities; -inf where the place is empty.
-        k: length of the slate.
+        reranker: chooses the slates.
+        items: ``[B, M]`` internal ids, best first; 0 = an empty place, at the end.
+        scores: ``[B, M]`` log-probabilities; -inf where the place is empty.
+        ks: ``[B]`` lengths of the slates.
         known: tags and vectors of the items.
-        history: ``[H]`` internal ids of the user's past.
+        histories: ``[B, H]`` internal ids of the users' past, 0 pads.
+        shortlist: how many of the best items are re-ranked, or as many as the slate has.
 
     Returns:
-        items ``[M]`` and scores ``[M]``.
+        ``[B, M]`` places.
     """
-    items, scores = np.asarray(items, np.int64), np.asarray(scores)
-    places = reranked_places(reranker, items, scores, k, known, history)
-    listed, falling = np.zeros_like(items), np.full_like(scores, -np.inf)
-    listed[: len(places)], falling[: len(places)] = items[places], -np.sort(-scores[places])
-    return listed, falling
-
-
-def reranked_places(
-    reranker: Reranker,
-    items: ArrayLike,
-    scores: ArrayLike,
-    k: int,
-    known: ItemAttributes,
-    history: ArrayLike | None = None,
-) -> IntArray:
-    """The places of the full shortlist in its new order, without empty places; see ``rerank``."""
-    items, scores = np.asarray(items, np.int64), np.asarray(scores)
-    best = np.argsort(-scores, kind="stable")
-    best = best[(items[best] > 0) & (scores[best] > -np.inf)]
-    past = None if history is None else np.asarray(history, np.int64)
-    slate = reranker.order(items[best], scores[best], k, known, past)
-    rest = np.ones(len(best), bool)
-    rest[slate] = False
-    return best[np.concatenate([slate, np.flatnonzero(rest)])]
+    order = np.tile(np.arange(items.shape[1]), (len(items), 1))
+    for row, (k, history) in enumerate(zip(ks, histories, strict=True)):
+        first = (row, slice(max(shortlist, k)))
+        filled = np.flatnonzero((items[first] > 0) & (scores[first] > -np.inf))
+        slate = reranker.order(items[row, filled], scores[row, filled], k, known, history)
+        rest = np.setdiff1d(np.arange(len(filled)), slate)
+        order[row, : len(filled)] = filled[np.concatenate([slate, rest])]
+    return order
 
 
 def relevance(scores: FloatArray) -> FloatArray:

@@ -275,8 +275,7 @@ class Versions:
 def log_kind(loaded: LoadedBundle) -> tuple[object, ...]:
     """The properties that the log's columns and the requests depend on."""
     known = loaded.bundle.features
-    sides = (one for one in (known.user, known.context) if one is not None)
-    sources = [(one.source, getattr(one, "width", None)) for side in sides for one in side.features]
+    sources = [(one.source, getattr(one, "width", None)) for one in (*known.user.features, *known.context.features)]
     return (
         "strings" if loaded.bundle.items.is_text else "integers",
         loaded.bundle.feedback.levels_from,
@@ -307,9 +306,9 @@ def _newest(path: Path) -> str:
     return names[-1]
 
 
-def feature_kinds(fitted: FittedFeatures | None) -> tuple[tuple[str, str], ...]:
+def feature_kinds(fitted: FittedFeatures) -> tuple[tuple[str, str], ...]:
     """Name and kind of value of each feature, in JSON and in the log."""
-    return () if fitted is None else tuple((one.name, _value_kind(one, fitted)) for one in fitted.features)
+    return tuple((one.name, _value_kind(one, fitted)) for one in fitted.features)
 
 
 def _value_kind(feature: Feature, fitted: FittedFeatures) -> str:

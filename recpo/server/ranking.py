@@ -20,7 +20,7 @@ import numpy as np
 from recpo.base.errors import RecpoError
 from recpo.lists.exploration import Exploration, Pool, Slate
 from recpo.lists.interleaving import Interleaving, interleave
-from recpo.lists.reranking import reranked_places
+from recpo.lists.reranking import reranked
 from recpo.server.bundles import LoadedBundle, Reranking
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import EncodedHistories, Request, ServingCounts
@@ -146,12 +146,8 @@ class Ranker:
         self._on_counts(read.counts)
         own = scores  # scores of the policy; slates are drawn from scores that decrease along the list
         if self._reranking is not None and loaded.known is not None:
-            order = np.tile(np.arange(top_items.shape[1]), (len(top_items), 1))  # empty places do not move
-            for row, k in enumerate(lengths):
-                first = (row, slice(max(self._reranking.options.shortlist, k)))
-                given = self._reranking.method, top_items[first], scores[first], k, loaded.known, inputs.item_ids[row]
-                places = reranked_places(*given)
-                order[row, : len(places)] = places
+            method, shortlist = self._reranking.method, self._reranking.options.shortlist
+            order = reranked(method, top_items, scores, lengths, loaded.known, inputs.item_ids, shortlist)
             top_items, own = (np.take_along_axis(values, order, 1) for values in (top_items, scores))
         slates: list[Slate] = [_best(top_items[row, :k]) for row, k in enumerate(lengths)]
         exploring: dict[int, list[int]] = defaultdict(list)

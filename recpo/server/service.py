@@ -281,7 +281,7 @@ class Service:
         known = self.versions.current.bundle.features
         user = known_features(known, "user", request.user, "user")
         context = known_features(known, "context", request.context, "context")
-        if user and known.user is not None:
+        if user:
             columns = {feature.name: feature.source for feature in known.user.features}
             user = {columns[name]: value for name, value in user.items()}
         history = [

@@ -217,7 +217,7 @@ def known_features(
         return None
     kinds = dict(feature_kinds(fitted))
     validate_names(values, kinds, "features", where)
-    widths = {one.name: one.width for one in fitted.features if isinstance(one, Vector)} if fitted else {}
+    widths = {one.name: one.width for one in fitted.features if isinstance(one, Vector)}
     return {name: _value(kinds[name], value, widths.get(name), f"{where}.{name}") for name, value in values.items()}
 
 

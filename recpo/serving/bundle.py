@@ -341,9 +341,9 @@ def _request(bundle: Bundle, length: int, generator: np.random.Generator) -> dic
         event |= _outcome(bundle.feedback, generator)
         event |= {name: bool(generator.random() < 0.3) for name in known.behaviors}
     request: dict[str, Any] = {"history": history, "exclude": items[:2]}
-    if known.user is not None:
+    if known.user:
         (request["user"],) = _features(known.user, 1, generator)
-    if known.context is not None:
+    if known.context:
         *past, request["context"] = _features(known.context, length + 1, generator, by_name=True)
         for event, features in zip(history, past, strict=True):
             event |= features

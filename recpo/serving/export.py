@@ -30,7 +30,7 @@ from recpo.artifacts.documents import validate_archive
 from recpo.artifacts.outputs import output_directory, output_file
 from recpo.base.contracts import Policy
 from recpo.base.errors import PositiveInt, RecpoError
-from recpo.base.feature_encoding import PolicyFeatures
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.frames import FrameOrPath, read_frame
 from recpo.log.id_map import IdMap
@@ -140,7 +140,9 @@ def export_bundle(
     known = None if given is None else attribute_columns(read_frame(given, "attributes"), items, "attributes")
     k, described = validate_k(options.k, policy.num_items), describe_policy(policy, facts.options)
     encoded = policy if policy.reads_item_features and described["options"] is not None else None
-    features = facts.features if encoded is not None or grows(policy) else replace(facts.features, item=None)
+    features = (
+        facts.features if encoded is not None or grows(policy) else replace(facts.features, item=FittedFeatures())
+    )
     # the policy that was given stays as it is, and where it is
     if policy.reads_item_features or any(weight.device.type != "cpu" for weight in policy.parameters()):
         policy = copy.deepcopy(policy)
@@ -167,7 +169,7 @@ def export_bundle(
         raise RecpoError(message, code="conflicting_options", field="item_precision")
     with output_directory(out, kind="bundle", overwrite=overwrite, inputs=inputs) as root:
         features.save(root)
-        if encoded is not None and features.item is not None:
+        if encoded is not None and features.item:
             save_item_encoders(encoded, features.item, root)
         if known is not None:
             pq.write_table(known, root / ATTRIBUTES)

@@ -327,7 +327,7 @@ class HistoryReader:
             columns["timestamps"] = events.time[rows]
         if fitted.behaviors:
             columns["behaviors"] = events.behaviors[rows]
-        if fitted.context is not None:
+        if fitted.context:
             columns["context"] = np.arange(1, len(user) + 1)
         return UserHistories(
             served,
@@ -336,8 +336,8 @@ class HistoryReader:
             pairs,
             self.max_history,
             self.items.unlisted(at),
-            None if fitted.user is None else _of_users(fitted.user, user_features, served, "user_features"),
-            None if fitted.context is None else _contexts(fitted.context, contexts, rows, context, served),
+            _of_users(fitted.user, user_features, served, "user_features") if fitted.user else None,
+            _contexts(fitted.context, contexts, rows, context, served) if fitted.context else None,
         )
 
     def read_request(self, request: Request, at: int | None = None) -> EncodedHistories:
@@ -462,13 +462,11 @@ class HistoryReader:
 
     @property
     def _user_columns(self) -> tuple[str, ...]:
-        user = self.features.user
-        return () if user is None else tuple(feature.source for feature in user.features)
+        return tuple(feature.source for feature in self.features.user.features)
 
     @property
     def _context_names(self) -> tuple[str, ...]:
-        context = self.features.context
-        return () if context is None else tuple(feature.name for feature in context.features)
+        return tuple(feature.name for feature in self.features.context.features)
 
     def _events(
         self,

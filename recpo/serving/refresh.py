@@ -16,13 +16,13 @@ from recpo import __version__
 from recpo.artifacts.checksums import sha256
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
+from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.frames import optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden, load_runtime, write_golden
 from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
-from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, REMEDY, BundleManifest
+from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, BundleManifest
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, milliseconds
 from recpo.serving.runtimes import IndexOptions
 
@@ -161,11 +161,11 @@ def refresh_bundle(
         RecpoError: no bundle, no such table, no candidate left, a column of the features is missing, semantic ids and
             new items, or ``out`` is in the way.
     """
-    manifest, known = BundleManifest.read(root), IdMap.load(root / ITEMS)
-    check_golden(Bundle(root, manifest, known, load_runtime(root, manifest, "onnx")))
+    bundle = Bundle.open(root)
+    check_golden(bundle)
+    manifest, known, attributes = bundle.manifest, bundle.items, list(bundle.filters.attributes)
     columns = [one.source for one in manifest.features.item] if encoded is None else []
-    columns += _attribute_names(root, manifest)
-    today = _Today.read(items, known, columns, str(manifest.origin.get("item_column") or ITEM_ID))
+    today = _Today.read(items, known, [*columns, *attributes], str(manifest.origin.get("item_column") or ITEM_ID))
     grows = len(today.new) > 0 and bool(manifest.features.item)
     if len(today.new) and any(name.startswith(f"{CODES}/") for name in manifest.files):
         message = (
@@ -184,9 +184,10 @@ def refresh_bundle(
     fresh = IdMap(pa.concat_arrays([old, ids]), retired, today.availability(known, len(ids)))
     with output_directory(out, kind="bundle", overwrite=overwrite, inputs=[root, items]) as working:
         if grows:
-            attributes = _grown_attributes(root, manifest, today, ids, items)
-            new = _new_features(root, manifest, today, encoded, items)
-            _write_grown(root, manifest, fresh, new, attributes, working)
+            if attributes:
+                pq.write_table(_grown_attributes(root, attributes, today, ids, items), working / ATTRIBUTES)
+            new = _new_features(bundle, today, encoded, items)
+            _write_grown(root, manifest, fresh, new, working)
         else:
             _write_same(root, manifest, fresh, working)
     left_out = len(today.new) - len(ids)
@@ -206,10 +207,8 @@ def _write_same(root: Path, manifest: BundleManifest, items: IdMap, working: Pat
     replace(manifest, versions={**manifest.versions, "recpo": __version__}).write(working)
 
 
-def _write_grown(
-    root: Path, manifest: BundleManifest, items: IdMap, new: EncodedItems, attributes: pa.Table | None, working: Path
-) -> None:
-    """The program of the policy with more items."""
+def _write_grown(root: Path, manifest: BundleManifest, items: IdMap, new: EncodedItems, working: Path) -> None:
+    """The program of the policy with more items, in a directory that has their attributes."""
     try:
         from recpo.serving.export import MODEL_CARD, refreshed_card, versions, write_engines
         from recpo.serving.saved_policy import grown_policy
@@ -219,8 +218,6 @@ def _write_grown(
     for name in manifest.files:
         if name == ITEM_ENCODERS or name.startswith("vocabularies/"):
             _link(root / name, working / name)
-    if attributes is not None:
-        pq.write_table(attributes, working / ATTRIBUTES)
     facts = manifest.index
     index = None if facts is None else IndexOptions(facts["target"], facts["lists"], facts["oversampling"])
     grown = replace(manifest, num_items=len(items), versions=versions(), agreement=None, index=None)
@@ -241,19 +238,8 @@ def _new_ids(today: _Today, rows: np.ndarray, kind: pa.DataType, file: Path) -> 
         raise RecpoError(message, code="wrong_type", field="item_id") from error
 
 
-def _attribute_names(root: Path, manifest: BundleManifest) -> list[str]:
-    if ATTRIBUTES not in manifest.files:
-        return []
-    return [name for name in pq.read_schema(root / ATTRIBUTES).names if name != ITEM_ID]
-
-
-def _grown_attributes(
-    root: Path, manifest: BundleManifest, today: _Today, ids: pa.Array, file: Path
-) -> pa.Table | None:
-    """Attributes of all items, those of the new ones out of the table of today; None = the bundle has none."""
-    names = _attribute_names(root, manifest)
-    if not names:
-        return None
+def _grown_attributes(root: Path, names: Sequence[str], today: _Today, ids: pa.Array, file: Path) -> pa.Table:
+    """The attributes ``names`` of all items, those of the new ones out of the table of today."""
     if missing := [name for name in names if name not in today.table.column_names]:
         message = (
             f"items: {file} names new items and has no column {', '.join(missing)}, by which requests to the bundle "
@@ -270,17 +256,15 @@ def _grown_attributes(
         raise RecpoError(message, code="wrong_type", field="attributes") from error
 
 
-def _new_features(
-    root: Path, manifest: BundleManifest, today: _Today, encoded: EncodedItems | None, file: Path
-) -> EncodedItems:
+def _new_features(bundle: Bundle, today: _Today, encoded: EncodedItems | None, file: Path) -> EncodedItems:
     """The features of the new items."""
-    fitted = PolicyFeatures.load(root, manifest.features, remedy=REMEDY).item
-    assert fitted is not None
+    fitted = bundle.features.item
     if encoded is not None:
         if not fitted.agrees(encoded.fitted):
             message = (
-                f"items: {file} was prepared with features, vocabularies or means that are not those of {root}: name "
-                "data that `recpo prepare --extends` made of its training data, or the table of items as it was before"
+                f"items: {file} was prepared with features, vocabularies or means that are not those of {bundle.root}: "
+                "name data that `recpo prepare --extends` made of its training data, or the table of items as it was "
+                "before"
             )
             raise RecpoError(message, code="mismatch", field="features")
         return EncodedItems(fitted, encoded.features.rows(today.rows[today.new]))

@@ -7,8 +7,9 @@ and without other ranks.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,45 +36,48 @@ class _Block(NamedTuple):
     shape: tuple[int, ...]
 
 
-class SavedTensor:
-    """A tensor in the blocks of a checkpoint directory.
+class LazyRows:
+    """Rows of a tensor that are read, or computed, when they are asked for.
 
     Args:
-        name: its name in the files.
-        blocks: the blocks that form the tensor.
-        shape: shape of the complete tensor.
+        shape: of the complete tensor.
+        read: the rows from ``begin`` to ``end``.
     """
 
-    def __init__(self, name: str, blocks: list[_Block], shape: torch.Size) -> None:
-        self._name, self._blocks, self.shape = name, blocks, shape
+    def __init__(self, shape: torch.Size, read: Callable[[int, int], Tensor]) -> None:
+        self.shape, self._read = shape, read
 
     def __getitem__(self, rows: slice) -> Tensor:
         """The rows of a range with step 1, like indexing a tensor."""
         begin, end, _ = rows.indices(self.shape[0])
-        end = max(begin, end)
-        whole: Tensor | None = None
-        for block in self._blocks:
-            low, high = max(begin, block.offset[0]), min(end, block.offset[0] + block.shape[0])
-            if low >= high:
-                continue
-            with safe_open(block.file, framework="pt") as file:
-                part = file.get_slice(self._name)[low - block.offset[0] : high - block.offset[0]]
-            whole = part.new_empty(end - begin, *self.shape[1:]) if whole is None else whole
-            places = [slice(low - begin, high - begin)]
-            places += [slice(o, o + s) for o, s in zip(block.offset[1:], block.shape[1:], strict=True)]
-            whole[tuple(places)] = part
-        return torch.empty(0, *self.shape[1:]) if whole is None else whole
+        return self._read(begin, max(begin, end))
 
     def whole(self) -> Tensor:
         """The complete tensor."""
-        if not self.shape:
-            with safe_open(self._blocks[0].file, framework="pt") as file:
-                scalar: Tensor = file.get_tensor(self._name)
-            return scalar
-        return self[:]
+        return self[:] if self.shape else self._read(0, 0)
 
 
-def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
+def _read_rows(name: str, blocks: list[_Block], shape: torch.Size, begin: int, end: int) -> Tensor:
+    """The rows of a tensor in the files of a checkpoint; a number as it is."""
+    if not shape:
+        with safe_open(blocks[0].file, framework="pt") as file:
+            number: Tensor = file.get_tensor(name)
+        return number
+    whole: Tensor | None = None
+    for block in blocks:
+        low, high = max(begin, block.offset[0]), min(end, block.offset[0] + block.shape[0])
+        if low >= high:
+            continue
+        with safe_open(block.file, framework="pt") as file:
+            part = file.get_slice(name)[low - block.offset[0] : high - block.offset[0]]
+        whole = part.new_empty(end - begin, *shape[1:]) if whole is None else whole
+        places = [slice(low - begin, high - begin)]
+        places += [slice(o, o + s) for o, s in zip(block.offset[1:], block.shape[1:], strict=True)]
+        whole[tuple(places)] = part
+    return torch.empty(0, *shape[1:]) if whole is None else whole
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, Tensor | LazyRows]:
     """The weights in a checkpoint, by name. Nothing is unpickled, and large tensors stay on disk.
 
     Raises:
@@ -103,7 +107,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, Tensor | SavedTensor]:
             field=checkpoint.name,
         )
     weights = {name: shape for name, shape in shapes.items() if not name.startswith("optimizer_states.")}
-    return {name: SavedTensor(name, blocks[name], shape) for name, shape in weights.items()}
+    return {name: LazyRows(shape, partial(_read_rows, name, blocks[name], shape)) for name, shape in weights.items()}
 
 
 def validate_checkpoint(checkpoint: Path, run: str | None = None) -> None:

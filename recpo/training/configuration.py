@@ -35,6 +35,7 @@ DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
 _UNRECORDED = ("config", "resume", "overwrite", "trust")
 
 
+@cache  # reading the signatures again takes as long as parsing
 def train_parser() -> ArgumentParser:
     """The parser of ``recpo train``: ``TrainOptions``, and where a run goes and starts from."""
     parser = ArgumentParser(
@@ -74,12 +75,6 @@ def train_parser() -> ArgumentParser:
     return parser
 
 
-@cache
-def _parser() -> ArgumentParser:
-    """The parser of this module: reading the signatures again takes as long as parsing."""
-    return train_parser()
-
-
 def parse_arguments(arguments: Sequence[str]) -> Namespace:
     """Parses the flags of ``recpo train`` and fills in missing ones.
 
@@ -92,7 +87,7 @@ def parse_arguments(arguments: Sequence[str]) -> Namespace:
         RecpoError: the run of ``init_from`` cannot be opened.
     """
     validate_configuration_files(arguments)
-    parser, arguments = _parser(), _readable_nulls(arguments)
+    parser, arguments = train_parser(), _readable_nulls(arguments)
     given = parser.parse_args(arguments, defaults=False)
     if given.get("init_from") is not None:
         with suppress(*[RecpoError] * bool(given.get("resume"))):  # a resumed run no longer needs it
@@ -140,7 +135,7 @@ def instantiate(configuration: Namespace) -> TrainOptions:
         RecpoError: a value is refused.
     """
     try:
-        values = _parser().instantiate(configuration)
+        values = train_parser().instantiate(configuration)
         return TrainOptions(**{field.name: values[field.name] for field in fields(TrainOptions)})
     except RecpoError:
         raise
@@ -152,7 +147,7 @@ def instantiate(configuration: Namespace) -> TrainOptions:
 
 def resolved(configuration: Namespace) -> dict[str, Any]:
     """Every option, including defaults, except those on an existing run and on whom to trust, as YAML has them."""
-    options = parse_yaml(_parser().dump(configuration, skip_unset=False, skip_validation=True))
+    options = parse_yaml(train_parser().dump(configuration, skip_unset=False, skip_validation=True))
     recorded: dict[str, Any] = without_trust({name: options[name] for name in options if name not in _UNRECORDED})
     return recorded
 

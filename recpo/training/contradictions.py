@@ -334,18 +334,11 @@ def validate_shared_prefix(policy: Policy, objective: Objective) -> None:
         )
 
 
-def feedback_warnings(
-    objective: Objective,
-    advantage: AdvantageEstimator | None,
-    reward: RewardFunction | None,
-    counts: Mapping[str, int],
-) -> list[str]:
+def feedback_warnings(options: LearningOptions, counts: Mapping[str, int]) -> list[str]:
     """A warning about feedback that the objective learns from and that is rare in the log.
 
     Args:
-        objective: the objective.
-        advantage: its advantages.
-        reward: its rewards.
+        options: what the policy learns from.
         counts: train events of each of ``FEEDBACK_KINDS``.
 
     Raises:
@@ -355,7 +348,7 @@ def feedback_warnings(
     none = f", and the train period has none (its events: {found})"
     labeled = sum(counts[kind] for kind in ("positive", "neutral", "skipped"))
     warnings = []
-    for part in (advantage, reward, objective):
+    for part in (options.advantage, options.reward, options.objective):
         requires = frozenset() if part is None else with_implied(part.requires)
         if Requirement.POSITIVES in requires and not counts["positive"]:
             raise Requirement.POSITIVES.missing(part, none)

@@ -158,7 +158,7 @@ def _module(options: TrainOptions, start: WarmStart | None) -> PreferenceModule:
     hand_over(model, data.prepared)
     _validate_identity(model, options)
     counts = data.prepared.feedback_counts["train"]
-    for warning in feedback_warnings(options.objective, options.advantage, options.reward, counts):
+    for warning in feedback_warnings(options, counts):
         warnings.warn(warning, stacklevel=2)
     item_counts = torch.from_numpy(data.prepared.item_counts())
     if start is not None:

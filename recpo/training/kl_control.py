@@ -11,7 +11,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.types import LogProbs
 from recpo.ops.kl import kl_estimate
 from recpo.ops.reduce import zero_masked
-from recpo.training.options import KLTarget, RolloutOptions
+from recpo.training.options import KLTarget, LearningOptions
 from recpo.training.rollout import catalog_divergence
 
 MAX_ERROR = 0.2
@@ -37,27 +37,24 @@ class KLControl:
     """Measures divergences over complete optimizer steps, adjusts the coefficient, and stops a phase that went too far.
 
     Args:
-        objective: the objective with the ``kl_coef`` of the loss.
-        target: the target divergence; None = the coefficient is constant.
-        rollout: its ``max_kl`` limits KL(old || policy), by the k3 estimate over items drawn from the old policy; over
-            the complete catalog the divergence is exact, and a context counts as one item. With a ``kl_coef`` of the
-            rewards above 0, ``target`` adjusts this one. None = logged slates.
+        options: the objective with the ``kl_coef`` of the loss; the target divergence (``adaptive_kl``), without which
+            the coefficient is constant; and the rollout. Its ``max_kl`` limits KL(old || policy), by the k3 estimate
+            over items drawn from the old policy; over the complete catalog the divergence is exact, and a context
+            counts as one item. With a ``kl_coef`` of the rewards above 0, the target adjusts this one.
 
     Attributes:
         stopped: the phase went too far. A new snapshot begins the next one, and sets it back.
 
     Raises:
-        RecpoError: ``target`` without a coefficient, or with two.
+        RecpoError: a target without a coefficient, or with two.
     """
 
-    def __init__(
-        self, objective: Objective, target: KLTarget | None = None, rollout: RolloutOptions | None = None
-    ) -> None:
-        self._objective, self._target = objective, target
+    def __init__(self, options: LearningOptions) -> None:
+        self._objective, self._target, rollout = options.objective, options.adaptive_kl, options.rollout
         self._max_kl = None if rollout is None else rollout.max_kl
         self._catalog = rollout is not None and rollout.candidates == "catalog"
         self._reward_coef = 0.0 if rollout is None else rollout.kl_coef
-        self._value = 0.0 if target is None else _initial(objective, self._reward_coef)
+        self._value = 0.0 if self._target is None else _initial(self._objective, self._reward_coef)
         self._sums: Tensor | None = None
         self.stopped = False
 

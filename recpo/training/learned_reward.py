@@ -1,6 +1,5 @@
 """A trained reward model: loaded from its run directory, calibrated, and used as a reward."""
 
-import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +14,11 @@ from recpo.base.contracts import MadeFor, Objective, RewardFunction, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import FeedbackBatch, Histories, Slates
-from recpo.objectives.reward_model import TARGETS, PointwiseReward
+from recpo.objectives.reward_model import PointwiseReward
 from recpo.ops.kernels import without_autocast
 from recpo.training.networks import ItemScore, item_scores
 from recpo.training.options import CriticOptions
-from recpo.training.run import Run, checkpoint_path, load_weights
+from recpo.training.run import Run, load_weights
 
 CALIBRATION = "calibration.json"
 
@@ -104,16 +103,7 @@ def _objective_of(run: Run) -> Objective:
     return objective
 
 
-def checkpoint_sha256(run: Path, checkpoint: Checkpoint) -> str:
-    """Identifies the weights that a calibration belongs to."""
-    path, digest = checkpoint_path(run, checkpoint), hashlib.sha256()
-    for part in sorted(path.iterdir()) if path.is_dir() else [path]:
-        with part.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()
-
-
-def load_calibration(run: Path, checkpoint: Checkpoint = "best", names: tuple[str, ...] = TARGETS) -> Calibration:
+def load_calibration(run: Run, checkpoint: Checkpoint, names: tuple[str, ...]) -> Calibration:
     """The calibration that ``recpo calibrate`` fitted.
 
     Args:
@@ -124,20 +114,19 @@ def load_calibration(run: Path, checkpoint: Checkpoint = "best", names: tuple[st
     Raises:
         RecpoError: there is no calibration, or it belongs to other weights.
     """
-    fix = (
-        f"run `recpo calibrate --rewards {run} --checkpoint {checkpoint}` with the prepared directory it was trained on"
-    )
-    file = Path(run) / CALIBRATION
+    fix = f"run `recpo calibrate --rewards {run.root} --checkpoint {checkpoint}` with the prepared directory it was "
+    fix += "trained on"
+    file = run.root / CALIBRATION
     if not file.is_file():
         raise RecpoError(
-            f"{run} is not calibrated: its scores are no probabilities yet; {fix}",
+            f"{run.root} is not calibrated: its scores are no probabilities yet; {fix}",
             code="missing_file",
             field=CALIBRATION,
         )
     content = unseal(read_json(file, fix), file, fix)
-    if content["checkpoint_sha256"] != checkpoint_sha256(run, checkpoint):
+    if content.get("weights") != run.checkpoint_files(checkpoint):
         raise RecpoError(
-            f"{file} belongs to other weights than {checkpoint_path(run, checkpoint)}; {fix}",
+            f"{file} belongs to other weights than {run.checkpoint(checkpoint)}; {fix}",
             code="mismatch",
             field=CALIBRATION,
         )
@@ -191,7 +180,8 @@ class LearnedReward(RewardFunction):
                 field="behaviors",
             )
         if self.calibrated and isinstance(objective, PointwiseReward):
-            load_calibration(self.run, self.checkpoint, objective.target_names)
+            self._opened.checkpoint(self.checkpoint)
+            load_calibration(self._opened, self.checkpoint, objective.target_names)
 
     @property
     def made_for(self) -> tuple[MadeFor, ...]:
@@ -217,7 +207,7 @@ class LearnedReward(RewardFunction):
         objective = self.model.objective
         assert isinstance(objective, PointwiseReward)
         if self.calibrated:
-            return load_calibration(self.run, self.checkpoint, objective.target_names)
+            return load_calibration(self._opened, self.checkpoint, objective.target_names)
         targets = objective.num_scores
         return Calibration((1.0,) * targets, (0.0,) * targets)
 

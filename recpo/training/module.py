@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from recpo.base.contracts import Policy, Requirement
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
+from recpo.batches.datamodule import Contents
 from recpo.objectives.likelihood import Likelihood
 from recpo.training import optimizers
 from recpo.training.contradictions import validate_options
@@ -21,7 +22,7 @@ from recpo.training.kl_control import KLControl
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
-from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics, metrics_of_exposures
+from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics
 
 IN_TERMINAL = frozenset(
     {
@@ -87,18 +88,12 @@ class PreferenceModule(LightningModule):
         self._whitens = options.advantage is not None and options.advantage.whiten
         self._planner = StepPlanner(policy, options, slates.hard_negatives)
         self._anchor, self._anchor_coef, self._seed = Likelihood(), options.anchor_coef, options.seed
-        self._kl = KLControl(options.objective, options.adaptive_kl, options.rollout)
+        self._kl = KLControl(options)
         self._step_count: Tensor | None = None
         self._frozen: list[nn.Parameter] = []
         head = None if self.critic is None else self.critic.score
         self._validation = (
-            ValidationMetrics(
-                options.validation_k,
-                policy.num_items,
-                item_counts,
-                options.validation_reward,
-                metrics_of_exposures(options),
-            )
+            ValidationMetrics(options, policy.num_items, item_counts)
             if head is None
             else ScoreMetrics(options.objective, head)
         )
@@ -129,15 +124,15 @@ class PreferenceModule(LightningModule):
         gradients.
         """
         if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
-            self.trainer.datamodule.reads = reads_of(self.policy, self._options)  # type: ignore[attr-defined]
+            advantage = self._options.advantage
+            self.trainer.datamodule.contents = Contents(  # type: ignore[attr-defined]
+                reads_of(self.policy, self._options),
+                step_labels=advantage is not None and Requirement.STEP_LABELS in advantage.requires,
+                whole_steps=self._whitens and self.trainer.accumulate_grad_batches > 1,
+                planner=self._planner,
+            )
         if stage != "fit":
             return
-        if self.trainer.datamodule is not None:  # type: ignore[attr-defined]
-            self.trainer.datamodule.planner = self._planner  # type: ignore[attr-defined]
-        if self._options.advantage is not None and Requirement.STEP_LABELS in self._options.advantage.requires:
-            self.trainer.datamodule.step_labels = True  # type: ignore[attr-defined]
-        if self._whitens and self.trainer.accumulate_grad_batches > 1:
-            self.trainer.datamodule.whole_steps = True  # type: ignore[attr-defined]
         if self._options.reference == "cached" and "reference" in self.objective.requires:
             if any(weight.is_meta for weight in self.policy.parameters()):
                 raise RecpoError(

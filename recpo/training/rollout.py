@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection, apply_to_collections
 from torch import Tensor
 
 from recpo.base.contracts import Policy, RewardFunction, StatePolicy
 from recpo.base.types import FeedbackBatch, LogProbs, Slates, catalog_slates
 from recpo.objectives.advantages import group_normalized_advantage
 from recpo.objectives.inputs import masked_mean
-from recpo.ops.ranking import is_member
+from recpo.ops.ranking import first_places, is_member
 from recpo.ops.reduce import zero_masked
 from recpo.training.options import RolloutOptions
 
@@ -205,7 +206,7 @@ def _drawn(policy: Policy, batch: FeedbackBatch, options: RolloutOptions) -> Can
         logp = torch.where(unscored[..., None], own, logp)
     slates, logp = most_probable_first(Candidates(slates, logp))
     if options.duplicates == "drop":
-        slates = slates._replace(mask=slates.mask & first_occurrences(slates.item_ids))
+        slates = slates._replace(mask=first_places(slates.item_ids, slates.mask))
     return Candidates(slates, zero_masked(logp, items_of(slates)[..., None]))
 
 
@@ -243,7 +244,7 @@ def _draw_metrics(drawn: Candidates, batch: FeedbackBatch, options: RolloutOptio
     assert slates.is_logged is not None
     generated = logged.mask.any(-1, keepdim=True) & ~slates.is_logged
     valid = generated & (slates.item_ids > 0)
-    unique = valid & first_occurrences(slates.item_ids * valid)
+    unique = first_places(slates.item_ids, valid)
     metrics = {
         "valid_share": masked_mean(valid, generated),
         "unique_share": unique.sum() / valid.sum().clamp(min=1),
@@ -293,36 +294,20 @@ def with_logged(slates: Slates, logged: Slates, count: int) -> Slates:
     return slates._replace(**{name: placed(*pair) for name, pair in both.items()})
 
 
-def first_occurrences(item_ids: Tensor) -> Tensor:
-    """``[B, G]``: the item does not stand at an earlier place of its group; empty places (0) count as items."""
-    group = item_ids.shape[1]
-    earlier = torch.ones(group, group, dtype=torch.bool, device=item_ids.device).tril(-1)
-    return ~((item_ids[:, :, None] == item_ids[:, None, :]) & earlier).any(-1)
-
-
 def take_rows(batch: FeedbackBatch, rows: Tensor) -> FeedbackBatch:
     """The contexts ``rows`` of a batch."""
-    return batch._replace(
-        histories=batch.histories.rows(rows),
-        slates=batch.slates._replace(**_changed(batch.slates, lambda column: column[rows])),
-        context_ids=batch.context_ids[rows],
-        known_positives=None if batch.known_positives is None else batch.known_positives[rows],
-        user_ids=None if batch.user_ids is None else batch.user_ids[rows],
-        plan=None,
-    )
+    per_context = batch.slates, batch.context_ids, batch.known_positives, batch.user_ids
+    slates, ids, known, users = apply_to_collection(per_context, Tensor, lambda column: column[rows])
+    taken = batch._replace(histories=batch.histories.rows(rows), slates=slates, plan=None)
+    return taken._replace(context_ids=ids, known_positives=known, user_ids=users)
 
 
 def put_rows(candidates: Candidates, rows: Tensor, others: Candidates) -> Candidates:
     """Replaces the groups ``rows`` by ``others``, which have the same columns."""
-    columns = others.slates._asdict()
-    slates = candidates.slates._asdict()
-    put = {name: own.index_copy(0, rows, columns[name]) for name, own in slates.items() if own is not None}
-    return Candidates(candidates.slates._replace(**put), candidates.logp.index_copy(0, rows, others.logp))
-
-
-def _changed(columns: Slates, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The columns that there are, each changed."""
-    return {name: change(column) for name, column in columns._asdict().items() if column is not None}
+    put: Candidates = apply_to_collections(
+        candidates, others, Tensor, lambda own, other: own.index_copy(0, rows, other)
+    )
+    return put
 
 
 def as_preference_list(candidates: Candidates, *, worst_only: bool) -> Candidates:
@@ -359,8 +344,8 @@ def most_probable_first(candidates: Candidates) -> Candidates:
 def _ordered(candidates: Candidates, index: Tensor) -> Candidates:
     """The places ``index [B, K]`` of every group."""
     slates, logp = candidates
-    columns = _changed(slates, lambda column: column.gather(1, index))
-    return Candidates(slates._replace(**columns), logp.gather(1, index[..., None].expand(-1, -1, logp.shape[2])))
+    slates = apply_to_collection(slates, Tensor, lambda column: column.gather(1, index))
+    return Candidates(slates, logp.gather(1, index[..., None].expand(-1, -1, logp.shape[2])))
 
 
 def side_by_side(slates: Slates, others: Slates) -> Slates:

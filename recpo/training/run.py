@@ -38,7 +38,7 @@ from recpo.artifacts.documents import describe_os_error, read_json, read_yaml
 from recpo.artifacts.outputs import output_file, write_json
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
+from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import Features
@@ -158,9 +158,34 @@ class Run(Artifact):
 
     @property
     def advice(self) -> list[str]:
-        """What went wrong in the training, as sentences that name the option to change."""
-        on_policy, falls = self.configuration.get("rollout") is not None, self.monitor == "val/pair_loss"
-        return advice(self.root, self.monitor, num_items=self.num_items, lower_is_better=falls, on_policy=on_policy)
+        """What went wrong in the training, as sentences that name the option to change.
+
+        Rewards that are constant in most groups, a policy at its KL bound, clipped ratios, a monitor that was best at
+        the first or still improving at the last validation, and lists that hardly differ between users.
+        """
+        curves = _logged(self.root)
+        of_training = {name: points for name, points in curves.items() if name.startswith("train/")}
+        late = {name: float(np.mean(points[len(points) // 2 :], 0)[1]) for name, points in of_training.items()}
+        said = []
+        if self.configuration.get("rollout") is not None and late.get("train/zero_group_share", 0.0) > _ZERO_GROUPS:
+            said.append(
+                f"The reward was constant in {late['train/zero_group_share']:.0%} of the groups in the second half of "
+                "the training, and such a group teaches nothing: enlarge rollout.group_size, or choose a finer reward."
+            )
+        if late.get("train/step_skipped", 0.0) > _SKIPPED_STEPS:
+            said.append(
+                f"{late['train/step_skipped']:.0%} of the late steps were skipped, because the policy was farther from "
+                "its snapshot than rollout.max_kl: lower the learning rate or rollout.epochs, or raise the bound."
+            )
+        if late.get("train/clip_fraction", 0.0) > _CLIPPED:
+            said.append(
+                f"{late['train/clip_fraction']:.0%} of the late ratios were clipped, so they had no gradient: lower "
+                "the learning rate, rollout.batches or rollout.epochs."
+            )
+        if self.monitor in curves:
+            values = [value for _, value in curves[self.monitor]]
+            said += _of_monitor(self.monitor, values, lower_is_better=self.monitor == "val/pair_loss")
+        return said + _of_lists(curves, self.num_items)
 
     @cached_property
     def origin(self) -> dict[str, Any]:
@@ -222,7 +247,7 @@ class Run(Artifact):
             return []
         kept, found = self.kept_features(policy), []
         for side in _sides(policy):
-            before, now = kept.of(side) or FittedFeatures((), {}), data.fitted_features(side)
+            before, now = kept.of(side), data.fitted_features(side)
             if not (before.agrees(now) and now.agrees(before)):
                 found.append(f"features of {'requests' if side == 'context' else side + 's'}")
         if policy.reads.behaviors and kept.behaviors != data.behaviors:
@@ -459,43 +484,6 @@ def training_curves(run: Path) -> Curves:
         RecpoError: a log is no table of numbers.
     """
     return {name: _thinned(points) for name, points in _logged(run).items() if name.startswith(_SHOWN)}
-
-
-def advice(run: Path, monitor: str | None, *, num_items: int, lower_is_better: bool, on_policy: bool) -> list[str]:
-    """What went wrong in a training that finished, as sentences that name the option to change.
-
-    Rewards that are constant in most groups, a policy at its KL bound, clipped ratios, a monitor that was best at the
-    first or still improving at the last validation, and lists that hardly differ between users.
-
-    Args:
-        run: run directory.
-        monitor: metric that selected the best checkpoint, such as ``val/NDCG@10``; None = unknown.
-        num_items: catalog size.
-        lower_is_better: of the monitor.
-        on_policy: whether the training drew its candidates (``rollout``).
-    """
-    curves = _logged(run)
-    of_training = {name: points for name, points in curves.items() if name.startswith("train/")}
-    late = {name: float(np.mean(points[len(points) // 2 :], 0)[1]) for name, points in of_training.items()}
-    said = []
-    if on_policy and late.get("train/zero_group_share", 0.0) > _ZERO_GROUPS:
-        said.append(
-            f"The reward was constant in {late['train/zero_group_share']:.0%} of the groups in the second half of the "
-            "training, and such a group teaches nothing: enlarge rollout.group_size, or choose a finer reward."
-        )
-    if late.get("train/step_skipped", 0.0) > _SKIPPED_STEPS:
-        said.append(
-            f"{late['train/step_skipped']:.0%} of the late steps were skipped, because the policy was farther from its "
-            "snapshot than rollout.max_kl: lower the learning rate or rollout.epochs, or raise the bound."
-        )
-    if late.get("train/clip_fraction", 0.0) > _CLIPPED:
-        said.append(
-            f"{late['train/clip_fraction']:.0%} of the late ratios were clipped, so they had no gradient: lower the "
-            "learning rate, rollout.batches or rollout.epochs."
-        )
-    if monitor in curves:
-        said += _of_monitor(monitor, [value for _, value in curves[monitor]], lower_is_better)
-    return said + _of_lists(curves, num_items)
 
 
 def _of_monitor(name: str, values: Sequence[float], lower_is_better: bool) -> list[str]:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,17 +83,12 @@ class RunDirectory:
             "contexts_per_step": batch_size * options.trainer.accumulate_grad_batches * world_size,
         }
         base = given.init_from
-        if base is not None and (base / Run.FINISHED).is_file():
-            files = _sha256_of(read_json(base / Run.FINISHED, Run.REMEDY)["files"])
+        if base is not None and (files := _checksum_of(base)) is not None:
             self._origin["init_from"] = {"path": str(base), "files_sha256": files}
         if runs := sorted(set(_reward_runs(configuration))):
-            checksums = {path: _checksum_of_reward(path) for path in runs}
-            known = {path: checksum for path, checksum in checksums.items() if checksum is not None}
-            self._origin["reward_runs"] = known
-        ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *_OF_THE_SAME_STEP)
-        kept = {key: value for key, value in _leaves(configuration) if not _is_part_of(key, ignored)}
-        rewards = sorted(self._origin.get("reward_runs", {}).values())
-        self.identity = _sha256_of([kept, self._origin["prepared"]["manifest_sha256"], rewards])
+            checksums = {path: _checksum_of(Path(path)) for path in runs}
+            self._origin["reward_runs"] = {path: one for path, one in checksums.items() if one is not None}
+        self.identity = _sha256_of(_in_common(configuration, self._origin))
         self._after_first_step: list[Callable[[], None]] = []
 
     def validate(self) -> Path | None:
@@ -155,35 +150,18 @@ class RunDirectory:
 
     def _validate_same(self) -> None:
         out, now, then = self._root, self._origin, read_json(self._root / Run.ORIGIN, Run.REMEDY)
-        allowed = [*MAY_CHANGE, *_OF_THE_SAME_CONTENT]
-        if then["contexts_per_step"] == now["contexts_per_step"]:
-            allowed += _OF_THE_SAME_STEP
-        kept, given = (dict(_leaves(one)) for one in (read_yaml(out / Run.RESOLVED, Run.REMEDY), self._configuration))
-        changed = sorted(key for key in kept | given if kept.get(key) != given.get(key))
-        others = [key for key in changed if not _is_part_of(key, allowed)]
-        if others:
+        recorded = read_yaml(out / Run.RESOLVED, Run.REMEDY)
+        is_same_step = then["contexts_per_step"] == now["contexts_per_step"]
+        before, after = (_in_common(*one, is_same_step) for one in ((recorded, then), (self._configuration, now)))
+        if "init_from" in then and "init_from" in now:  # a resumed run no longer needs it
+            before["init_from"], after["init_from"] = (one["init_from"]["files_sha256"] for one in (then, now))
+        if changed := sorted(key for key in before | after if before.get(key) != after.get(key)):
             raise RecpoError(
-                f"{out} was started with other options: {', '.join(others)} differ. Resume it with those of "
-                f"{out}/{Run.RESOLVED} (recpo train --config {out}/{Run.RESOLVED} --resume true; trainer.max_epochs, "
-                "max_steps and devices may change), or train another run",
+                f"{out} was started with other options, or with other content of what they name: {', '.join(changed)} "
+                f"differ. Resume it with those of {out}/{Run.RESOLVED} (recpo train --config {out}/{Run.RESOLVED} "
+                "--resume true; trainer.max_epochs, max_steps and devices may change), or train another run",
                 code="mismatch",
-                field=", ".join(others),
-            )
-        for name, checksum in (("prepared", "manifest_sha256"), ("init_from", "files_sha256")):
-            before, after = then.get(name), now.get(name)
-            if before and after and before[checksum] != after[checksum]:
-                raise RecpoError(
-                    f"{out} was begun with another {name}: {before['path']} had other content than {after['path']} has "
-                    "now; train another run",
-                    code="mismatch",
-                    field=name,
-                )
-        before, after = (set(origin.get("reward_runs", {}).values()) for origin in (then, now))
-        if before != after:
-            raise RecpoError(
-                f"{out} was begun with another reward model than reward names now; train another run",
-                code="mismatch",
-                field="reward",
+                field=", ".join(changed),
             )
 
     def _validate_no_input(self) -> None:
@@ -267,6 +245,20 @@ class RunDirectory:
         mark_finished(self._root, module.policy, self._data, results, module.monitor)
 
 
+def _in_common(configuration: Any, origin: Mapping[str, Any], is_same_step: bool = True) -> dict[str, Any]:
+    """What all parts of a resumed run have in common: options, by their keys, and checksums of what they name.
+
+    Args:
+        configuration: every option.
+        origin: the inputs.
+        is_same_step: the optimizer steps have the same size, however they are divided.
+    """
+    ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *(_OF_THE_SAME_STEP if is_same_step else ()))
+    kept = {key: value for key, value in _leaves(configuration) if not _is_part_of(key, ignored)}
+    rewards = sorted(set(origin.get("reward_runs", {}).values()))
+    return {**kept, "prepared": origin["prepared"]["manifest_sha256"], "reward": rewards}
+
+
 def _leaves(configuration: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The options that are not null, by their dotted keys, with recpo's own classes by their bare names."""
     if isinstance(configuration, dict):
@@ -299,11 +291,12 @@ def _reward_runs(configuration: Any) -> Iterator[str]:
             yield str(given.arguments[option])
 
 
-def _checksum_of_reward(path: str) -> str | None:
-    """Of a finished run or of factors; None of anything else."""
+def _checksum_of(path: Path) -> str | None:
+    """Of the files of a finished run, or of factors; None of anything else."""
     if kind_of(path) == "factors":
-        return str(read_json(Path(path) / FACTORS_MANIFEST, "fit the factors again")["sha256"])
-    return _sha256_of(Run.open(path).files) if (Path(path) / Run.FINISHED).is_file() else None
+        return str(read_json(path / FACTORS_MANIFEST, "fit the factors again")["sha256"])
+    finished = path / Run.FINISHED
+    return _sha256_of(read_json(finished, Run.REMEDY)["files"]) if finished.is_file() else None
 
 
 def _is_other_rank() -> bool:

@@ -23,6 +23,7 @@ from recpo.batches.slates import evaluation_batches
 from recpo.evaluation import Z95
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import Ranking, RankingPass, RankingResult
+from recpo.evaluation.estimates import or_least
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
@@ -344,7 +345,7 @@ class TemperatureTrials:
         values = [one.value(metric) for one in found]
         auc_losses = self._auc_losses(found)
         keeping = [place for place, (loss, error) in enumerate(auc_losses) if place and not loss > error]
-        best = max(keeping or [0], key=lambda place: _or_least(values[place][0]))
+        best = max(keeping or [0], key=lambda place: or_least(values[place][0]))
         if not math.isfinite(values[best][0]):
             raise RecpoError(
                 f"the validation period of {self.data.root} gives no value to a temperature by the criterion "
@@ -392,7 +393,7 @@ class TemperatureTrials:
         """``auc_loss`` of every temperature, and its standard error."""
         if self.criterion != "auc_mixed":
             return [(math.nan, math.nan)] * len(found)
-        best = max(found, key=lambda one: _or_least(one.value("AUC_other")[0]))
+        best = max(found, key=lambda one: or_least(one.value("AUC_other")[0]))
         return [best.above(one, "AUC_other") for one in found]
 
     def _trial(
@@ -415,10 +416,6 @@ class TemperatureTrials:
             ndcg=one.value(f"NDCG@{self.k}")[0],
             coverage=one.ranking.totals[f"coverage@{self.k}"],
         )
-
-
-def _or_least(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,6 @@ from recpo.ops.ranking import first_places, hit_rate, ndcg, precision, ranked_hi
 from recpo.training.networks import ItemScore, item_scores
 from recpo.training.options import LearningOptions, Monitor
 
-OF_EXPOSURES = ("AUC_other", "pair_loss", "SNIPS")
-"""Metrics of the held-out exposures that every validation has, where the log allows."""
 MAX_WEIGHT = 100.0
 """Bound on the importance weights of SNIPS. Clipping them biases the estimate toward the logging policy."""
 
@@ -49,32 +47,25 @@ class ValidationMetrics:
     the catalog on at least one list. With ``item_counts``, ``Recall_head@k`` and ``Recall_tail@k`` are the recalls of
     the positives outside and inside the tail of the catalog (``tail_items``).
 
-    Metrics of the held-out exposures, which do not depend on the lists: ``of_exposures`` (``exposure_sums``). With
-    ``reward``, ``reward@k`` is its mean over the lists of all users with held-out events. Each of these
+    Metrics of the held-out exposures do not depend on the lists (``metrics_of_exposures``, ``exposure_sums``). With a
+    ``validation_reward``, ``reward@k`` is its mean over the lists of all users with held-out events. Each of these
     metrics is left out if it cannot be computed (no user with both kinds of exposures, no propensity).
 
     Args:
-        k: length of the lists, limited by a smaller catalog; the names of the metrics keep k.
+        options: ``validation_k``, limited by a smaller catalog, though the names of the metrics keep it; and what else
+            is measured.
         num_items: catalog size.
         item_counts: ``[V]`` training events of the items 1..V.
-        reward: reward of the lists.
-        of_exposures: names of the metrics of held-out exposures.
     """
 
-    def __init__(
-        self,
-        k: int,
-        num_items: int,
-        item_counts: Tensor | None = None,
-        reward: RewardFunction | None = None,
-        of_exposures: Sequence[str] = OF_EXPOSURES,
-    ) -> None:
-        self._asked, self._k, self._reward = k, min(k, num_items), reward
+    def __init__(self, options: LearningOptions, num_items: int, item_counts: Tensor | None = None) -> None:
+        k, self._reward = options.validation_k, options.validation_reward
+        self._asked, self._k = k, min(k, num_items)
         self._tail = None if item_counts is None else tail_items(item_counts)
         means = ["NDCG", "HitRate", "disliked"] + ["Recall_head", "Recall_tail"] * (item_counts is not None)
         self._names = [f"{name}@{k}" for name in means]
-        self._of_exposures, self._num_items = list(of_exposures), num_items
-        self._optional = self._of_exposures + [f"reward@{k}"] * (reward is not None)
+        self._of_exposures, self._num_items = metrics_of_exposures(options), num_items
+        self._optional = self._of_exposures + [f"reward@{k}"] * (self._reward is not None)
         size = len(self._names) + len(self._optional)
         self._sums = torch.zeros(size, 2, dtype=torch.float64)  # (numerator, denominator) of each metric
         self._shown = torch.zeros(num_items + 1, dtype=torch.float64)
@@ -296,7 +287,7 @@ def default_monitor(options: LearningOptions, facts: HeldOutFacts) -> Monitor:
 
 def metrics_of_exposures(options: LearningOptions) -> list[str]:
     """The metrics of held-out exposures for these options; ``AUC_mixed`` only as the monitor, as it takes longer."""
-    names = [name for name in OF_EXPOSURES if name != "pair_loss" or has_pair_loss(options.objective)]
+    names = ["AUC_other", *["pair_loss"] * has_pair_loss(options.objective), "SNIPS"]
     return names + ["AUC_mixed"] * (options.monitor == "AUC_mixed")
 
 

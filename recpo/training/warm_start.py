@@ -4,7 +4,7 @@ Items are only ever appended, so that item v of the earlier run is item v of thi
 those of new items start from the mean of the known ones, or from zero where encoded features carry them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from recpo.base.errors import RecpoError
 from recpo.log.prepared import Prepared
 from recpo.policies.item_table import Rows
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.training.checkpoints import SavedTensor, load_plain
+from recpo.training.checkpoints import LazyRows, load_plain
 from recpo.training.module import PreferenceModule
 from recpo.training.optimizers import JointOptimizer
 from recpo.training.run import Run, load_weights
@@ -66,26 +66,6 @@ def growth_of(base: Run, data: Prepared) -> Growth:
     return Growth(len(before), len(now))
 
 
-class LazyRows:
-    """Rows of a table that are computed from a saved one when they are read.
-
-    Args:
-        shape: of the whole table.
-        read: the rows from ``begin`` to ``end``.
-    """
-
-    def __init__(self, shape: torch.Size, read: Callable[[int, int], Tensor]) -> None:
-        self.shape, self._read = shape, read
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        begin, end, _ = rows.indices(self.shape[0])
-        return self._read(begin, max(begin, end))
-
-    def whole(self) -> Tensor:
-        """All of them."""
-        return self[:]
-
-
 def grown_rows(rows: Rows, count: int, total: int, first: int, *, zero: bool = False) -> LazyRows:
     """The rows of a saved table, and one row for all that came after them.
 
@@ -109,7 +89,7 @@ def grown_rows(rows: Rows, count: int, total: int, first: int, *, zero: bool = F
     return LazyRows(torch.Size([total, *new.shape]), read)
 
 
-def trained_rows(rows: Tensor | SavedTensor | LazyRows, trained: Tensor) -> LazyRows:
+def trained_rows(rows: Tensor | LazyRows, trained: Tensor) -> LazyRows:
     """The id rows of a saved table beside features, zero where no training event ever counted them.
 
     Such a row is as it was drawn. From the item's first training event on it counts, and starts as that of a new item.
@@ -122,8 +102,8 @@ def trained_rows(rows: Tensor | SavedTensor | LazyRows, trained: Tensor) -> Lazy
 
 
 def grown(
-    saved: Mapping[str, Tensor | SavedTensor], own: Mapping[str, Tensor], growth: Growth, *, zero: bool = False
-) -> dict[str, Tensor | SavedTensor | LazyRows]:
+    saved: Mapping[str, Tensor | LazyRows], own: Mapping[str, Tensor], growth: Growth, *, zero: bool = False
+) -> dict[str, Tensor | LazyRows]:
     """The saved tensors, those with a row per item in the size of the module's own.
 
     A table ``[V + 1, ...]`` keeps its row 0, that of no item; ``[V]`` or ``[1, ...]`` per item grow in the same way.
@@ -135,7 +115,7 @@ def grown(
         growth: of the catalog.
         zero: new rows are zero instead of the mean of the known ones.
     """
-    tensors: dict[str, Tensor | SavedTensor | LazyRows] = dict(saved)
+    tensors: dict[str, Tensor | LazyRows] = dict(saved)
     if not growth.grows:
         return tensors
     for name, value in saved.items():

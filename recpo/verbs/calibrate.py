@@ -16,7 +16,7 @@ from recpo.evaluation import calibration
 from recpo.log.prepared import Prepared
 from recpo.objectives.reward_model import TARGETS, PointwiseReward
 from recpo.rewards.rewards import FactorReward, validate_identity
-from recpo.training.learned_reward import CALIBRATION, Checkpoint, LearnedReward, checkpoint_sha256, load_reward_model
+from recpo.training.learned_reward import CALIBRATION, Checkpoint, LearnedReward, load_reward_model
 from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions, directory_names
 from recpo.verbs.verb import Verb, compute_device, function_of
@@ -152,7 +152,7 @@ def _calibrate_run(run: Run, shared: calibration.RewardComparison, checkpoint: C
     resampling = {"resamples": shared.options.resamples, "seed": shared.options.seed}
     content = {
         "checkpoint": checkpoint,
-        "checkpoint_sha256": checkpoint_sha256(run.root, checkpoint),
+        "weights": run.checkpoint_files(checkpoint),
         **calibration.calibrate_targets(objective.target_names, valid, test, **resampling),
     }
     write_json(run.root / CALIBRATION, seal(content))

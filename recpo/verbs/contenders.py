@@ -239,7 +239,7 @@ def _validate_features(bundle: Bundle, where: str, data: Prepared) -> None:
     """Raises if feature codes or behavior bits of the data have another meaning in the bundle."""
     own, sides = bundle.features, cast(tuple[Side, ...], ("user", "context"))
     wrong = [
-        f"{side} features" for side in sides if (one := own.of(side)) and not one.agrees(data.fitted_features(side))
+        f"{side} features" for side in sides if own.of(side) and not own.of(side).agrees(data.fitted_features(side))
     ]
     if own.behaviors != data.behaviors[: len(own.behaviors)]:
         wrong.append("behaviors")
@@ -300,9 +300,8 @@ class ContenderRuntime(Runtime):
         assert loaded.recommend is not None
         self._lists = loaded.recommend
         self.num_items, self.max_history, self.k = data.num_items, loaded.max_history, data.num_items
-        user = data.fitted_features("user") if loaded.reads.user else None
-        self.reads = ProgramReads(user=() if user is None else user.features)
-        features = PolicyFeatures(user=user)
+        features = PolicyFeatures(user=data.fitted_features("user")) if loaded.reads.user else PolicyFeatures()
+        self.reads = ProgramReads(user=features.user.features)
         self.reader = HistoryReader(data.item_ids(), data.feedback, self.max_history, features=features)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import validate_output_file
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import PolicyFeatures
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import read_features
 from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.evaluation import Evaluation
@@ -142,8 +142,8 @@ def _facts_of_baseline(served: ServedBaseline, data: Prepared, measured: dict[st
         "item_column": data.item_column,
     }
     features = PolicyFeatures(
-        data.fitted_features("item") if grows(served.policy) else None,
-        data.fitted_features("user") if served.policy.reads.user else None,
+        data.fitted_features("item") if grows(served.policy) else FittedFeatures(),
+        data.fitted_features("user") if served.policy.reads.user else FittedFeatures(),
     )
     card = {} if measured is None else {"evaluation": measured}
     return PolicyFacts(data.feedback, features, served.options, origin, card, data.repeats)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from recpo.training.checkpoints import SavedTensor, saved_tensors
+from recpo.training.checkpoints import LazyRows, saved_tensors
 from recpo.training.run import checkpoint_path
 from tests.cli.ranks import on_this_rank
 from tests.forks import Command
@@ -55,7 +55,7 @@ sys.exit(main(last))
 
 def weights(run):
     saved = saved_tensors(checkpoint_path(run, "last"))
-    return {name: value.whole() if isinstance(value, SavedTensor) else value for name, value in saved.items()}
+    return {name: value.whole() if isinstance(value, LazyRows) else value for name, value in saved.items()}
 
 
 def assert_same(first, second, tolerance):

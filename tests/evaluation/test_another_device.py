@@ -26,7 +26,8 @@ from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, export_bundle
 from recpo.serving.histories import EncodedHistories, HistoryReader, Request
 from recpo.serving.saved_policy import PolicyRuntime
-from recpo.training.validation import OF_EXPOSURES, ValidationMetrics
+from recpo.training.options import LearningOptions
+from recpo.training.validation import ValidationMetrics
 from tests.computing_device import DEVICE, Device, moved, register
 from tests.forks import forked
 from tests.training.fake_device import place_of
@@ -84,8 +85,8 @@ def of_baselines(data, truth, device):
 
 def validated(data, policy, device):
     """The metrics of the validation period."""
-    names = [*OF_EXPOSURES, "AUC_mixed"]
-    metrics = ValidationMetrics(5, data.num_items, torch.from_numpy(data.item_counts()), HitReward(), names)
+    options = LearningOptions(validation_k=5, validation_reward=HitReward(), monitor="AUC_mixed")
+    metrics = ValidationMetrics(options, data.num_items, torch.from_numpy(data.item_counts()))
     for batch in batches_of(data, device):
         metrics.update(policy, batch)
     return metrics.compute(lambda value: value)

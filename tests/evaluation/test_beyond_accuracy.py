@@ -15,15 +15,16 @@ from recpo.evaluation.beyond_accuracy import (
     BeyondAccuracy,
     Exposure,
     ItemFacts,
-    ItemTags,
     diversity,
     gini,
     list_overlap,
     miscalibration,
     popularity_bins,
     tag_diversity,
+    tag_entropy,
 )
 from recpo.evaluation.measures import Observed
+from recpo.lists.reranking import Tags
 from recpo.ops.exposures import Targets
 from tests.reference import list_loops
 
@@ -32,8 +33,8 @@ KS = (1, 3, 7)
 
 def tags_of(sets, num_tags=5):
     """``sets``: one of tags per item 1, 2, ..."""
-    counts = torch.tensor([0, 0, *(len(tags) for tags in sets)])
-    return ItemTags(counts.cumsum(0), torch.tensor([tag for tags in sets for tag in sorted(tags)]).long(), num_tags)
+    offsets = np.cumsum([0, 0, *(len(tags) for tags in sets)])
+    return Tags(offsets, np.array([tag for tags in sets for tag in sorted(tags)], np.int64), num_tags)
 
 
 def observed(lists, seen):
@@ -143,6 +144,12 @@ def test_lists_with_the_tags_of_the_history_are_calibrated():
     lost = miscalibration(torch.tensor([[1, 2]]), torch.tensor([[3, 0]]), tags, [2])  # alpha alone keeps it finite
     assert lost.item() == pytest.approx(math.log(1 / 0.01))
     assert miscalibration(torch.tensor([[5, 0], [1, 2]]), torch.tensor([[1], [5]]), tags, [2]).isnan().all()
+
+
+def test_a_catalog_without_tags_has_no_value():
+    tags, lists = Tags.from_pairs(np.zeros(0, np.int64), np.zeros(0, np.int64), 4), torch.tensor([[1, 2]])
+    assert tag_entropy(lists, tags, [2]).isnan().all()
+    assert miscalibration(lists, torch.tensor([[3]]), tags, [2]).isnan().all()
 
 
 def test_many_tags_are_taken_in_chunks_of_users(monkeypatch):

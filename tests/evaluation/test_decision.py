@@ -15,6 +15,7 @@ from recpo.evaluation.catalog_ranking import RankingResult
 from recpo.evaluation.decision import criterion_of, reward_of
 from recpo.evaluation.estimates import Interval, adjusted_p_values
 from recpo.evaluation.held_out_pass import Evaluated
+from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.results import OffPolicyEstimate, OffPolicyResult
 from tests.refusals import refused
 
@@ -44,7 +45,7 @@ def test_a_policy_that_is_surely_better_than_the_strongest_baseline_ships():
         ],
         "AUC_mixed",
     )
-    assert (found.name, found.leader, found.strongest_baseline) == ("mpo", "mpo", "als")
+    assert (found.name, found.standings[0].name, found.strongest_baseline) == ("mpo", "mpo", "als")
     assert found.p_value <= 0.05
     assert found.gain.mean == pytest.approx(0.05, abs=0.02)
     assert "mpo beats the strongest baseline, als" in found.reason
@@ -81,7 +82,7 @@ def rewarded(name, values, reward, half_width=0.1, **others):
     ends = {"normal": Interval(reward - half_width, reward + half_width)}
     estimates = [OffPolicyEstimate("discounted_10", "SNIPS", reward, ends, 9.0, 9, 9, "logged", None, ())]
     estimates += [one._replace(target="top_10", value=9.0) for one in estimates]
-    return measured(name, values, **others)._replace(value=OffPolicyResult(tuple(estimates), {}, 0.95, 1, 0))
+    return measured(name, values, **others)._replace(value=OffPolicyResult(tuple(estimates), {}, OffPolicyOptions()))
 
 
 def test_of_policies_that_pass_the_one_with_the_highest_estimated_reward_ships():
@@ -89,7 +90,12 @@ def test_of_policies_that_pass_the_one_with_the_highest_estimated_reward_ships()
     log, taste = rewarded("log", shared + 0.02, 0.5), rewarded("taste", shared, 0.6, half_width=0.2)
     unsure = rewarded("unsure", noisy(0.6, 1), 0.8)
     found = choose([als, log, taste, unsure], "AUC_mixed")
-    assert (found.leader, found.strongest_baseline, found.policy, found.name) == ("log", "als", "taste", "taste")
+    assert (found.standings[0].name, found.strongest_baseline, found.policy, found.name) == (
+        "log",
+        "als",
+        "taste",
+        "taste",
+    )
     assert choose([als, unsure, rewarded("worse", noisy(0.5, 1), 0.9)], "AUC_mixed").policy == "unsure"
     assert found.reason.startswith("taste, of 2 policies the one with the highest estimated reward, beats the")
     assert found.gain.mean == pytest.approx(0.1, abs=0.02)
@@ -104,10 +110,10 @@ def test_the_strongest_baseline_is_the_one_with_the_highest_estimated_reward():
     als = rewarded("als", noisy(0.6, 2), 0.5, baseline=True)
     tilted = rewarded("tilted", als.result.per_user["AUC_mixed"] + noisy(0.02, 3, 0.01), 0.3)
     found = choose([rules, als, tilted], "AUC_mixed")
-    assert (found.leader, found.strongest_baseline, found.name) == ("rules", "als", "tilted")
+    assert (found.standings[0].name, found.strongest_baseline, found.name) == ("rules", "als", "tilted")
     assert "tilted beats the strongest baseline by estimated reward, als, by +0.02" in found.reason
     alone = choose([rules, als], "AUC_mixed")
-    assert (alone.leader, alone.name) == ("rules", "als")
+    assert (alone.standings[0].name, alone.name) == ("rules", "als")
     unknown = [one._replace(value=None) for one in (rules, als, tilted)]
     assert choose(unknown, "AUC_mixed").name == choose(unknown, "AUC_mixed").strongest_baseline == "rules"
 
@@ -123,7 +129,7 @@ def test_a_policy_of_unknown_reward_ships_if_no_other_passes_and_without_rewards
     lists = [rewarded(one.name, one.result.per_user["AUC_mixed"], 0.5, metric="NDCG@10") for one in (unknown, low)]
     best = measured("als", noisy(0.6, 1), baseline=True, metric="NDCG@10")
     found = choose([best, lists[0], lists[1]._replace(value=low.value)], "NDCG@10")
-    assert found.name == found.leader == "unknown"
+    assert found.name == found.standings[0].name == "unknown"
     assert found.reason.startswith("unknown beats")
 
 
@@ -132,7 +138,7 @@ def test_a_policy_that_is_surely_better_ships_before_a_better_one_that_is_not_su
     wild, sure = measured("wild", noisy(0.6, 1) + 0.05 + noise), measured("sure", noisy(0.6, 1) + 0.02 + noise / 20)
     assert choose([als, wild], "AUC_mixed").name == "als"
     found = choose([als, wild, sure], "AUC_mixed")
-    assert (found.leader, found.policy, found.name) == ("wild", "sure", "sure")
+    assert (found.standings[0].name, found.policy, found.name) == ("wild", "sure", "sure")
 
 
 def test_in_the_gain_users_weigh_by_the_precision_of_their_auc():
@@ -156,7 +162,7 @@ def test_what_ships_is_tested_though_it_has_lost_to_a_policy_that_is_not_sure():
     made = [measured("als", base, baseline=True), measured("sure", base + 0.02 + noise / 50), measured("wild", wild)]
     made += [measured("worse", base - 0.1 + noise / 50)]
     found = choose([one._replace(result=replace(one.result, precision=known)) for one in made], "AUC_mixed")
-    assert (found.leader, found.name) == ("wild", "sure")
+    assert (found.standings[0].name, found.name) == ("wild", "sure")
     assert {row.name for row in found.standings if row.lost} == {"als", "sure", "worse"}
     assert sorted(found.tested) == ["als", "sure", "wild"]
 

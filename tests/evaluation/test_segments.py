@@ -10,7 +10,7 @@ import torch
 
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemTags
+from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.document import metrics_document
 from recpo.evaluation.estimates import estimate
@@ -18,6 +18,7 @@ from recpo.evaluation.held_out_pass import Evaluated
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.reading import lower_is_better
 from recpo.evaluation.segments import item_duration, item_segments
+from recpo.lists.reranking import Tags
 from tests.reference import ranking_loops
 
 ITEMS, USERS, KS = 40, 90, (5, 12)
@@ -71,7 +72,7 @@ def facts():
     counts = torch.randint(0, 30, (ITEMS + 1,), generator=generator) * (torch.arange(ITEMS + 1) % 7 > 0)
     duration = torch.rand(ITEMS + 1, generator=generator) * 90
     duration[5:9] = math.nan
-    tags = ItemTags(torch.cat([torch.zeros(1).long(), torch.arange(ITEMS + 1)]), torch.arange(ITEMS) % 4, 4)
+    tags = Tags.from_pairs(np.arange(1, ITEMS + 1), np.arange(ITEMS) % 4, ITEMS)
     return ItemFacts(counts, duration, tags, torch.randn(ITEMS + 1, 3, generator=generator))
 
 

@@ -16,7 +16,7 @@ from recpo.lists.reranking import (
     MaximalMarginalRelevance,
     RerankOptions,
     Tags,
-    rerank,
+    reranked,
 )
 from recpo.log.id_map import IdMap
 from tests.refusals import refused
@@ -203,15 +203,23 @@ def test_a_reranked_shortlist_holds_the_same_items_and_scores(reranker, listed, 
     known, (items, scores, history) = catalog(seed), request(seed)
     items = np.where(np.arange(12) < listed, items, 0)
     scores = np.where(items > 0, scores, -np.inf)
-    found, falling = rerank(reranker, items, scores, k, known, history)
-    assert sorted(found) == sorted(items)
-    assert falling.tolist() == scores.tolist()
-    assert (found[:listed] > 0).all()
-    shuffled = np.random.default_rng(seed).permutation(12)
-    again, _ = rerank(reranker, items[shuffled], scores[shuffled], k, known, history)
-    assert again.tolist() == found.tolist()
+    (order,) = reranked(reranker, items[None], scores[None], [k], known, history[None], 12)
     slate = reranker.order(items[:listed], scores[:listed], k, known, history)
     assert len(set(slate.tolist())) == len(slate) == min(k, listed)
+    assert order[: len(slate)].tolist() == slate.tolist()
+    rest = order[len(slate) :].tolist()  # the other items by relevance, then the empty places
+    assert rest == sorted(set(range(12)) - set(slate.tolist()))
+
+
+def test_lists_are_reranked_each_with_its_own_length_and_history_and_no_further_than_the_shortlist():
+    known, requests = catalog(), [request(seed) for seed in range(3)]
+    items, scores, histories = (np.stack(column) for column in zip(*requests, strict=True))
+    order = reranked(Calibration("tag"), items, scores, [2, 5, 8], known, histories, 6)
+    for row, (k, (own, logp, history)) in enumerate(zip((2, 5, 8), requests, strict=True)):
+        first = max(6, k)
+        slate = Calibration("tag").order(own[:first], logp[:first], k, known, history)
+        assert order[row, :k].tolist() == slate.tolist()
+        assert order[row, first:].tolist() == list(range(first, 12))
 
 
 def test_shorter_slates_are_prefixes_of_longer_ones():

@@ -484,8 +484,9 @@ def _reward(root: Path) -> str:
     from recpo.training.learned_reward import load_calibration, load_reward_model
     from recpo.training.run import Run
 
-    model = load_reward_model(Run.open(root / "reward"), "best")
-    return _text(load_calibration(root / "reward"), _tensors(model.policy.state_dict()))
+    run = Run.open(root / "reward")
+    model = load_reward_model(run, "best")
+    return _text(load_calibration(run, "best", model.objective.target_names), _tensors(model.policy.state_dict()))
 
 
 def _checkpoint(root: Path) -> str:

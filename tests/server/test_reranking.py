@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recpo.lists.exploration import Exploration
-from recpo.lists.reranking import AttributeCap, Calibration, Determinantal, RerankOptions, rerank
+from recpo.lists.reranking import AttributeCap, Calibration, Determinantal, RerankOptions, reranked
 from recpo.server.bundles import LoadedBundle, Reranking, Versions
 from recpo.server.options import ServerOptions
 from recpo.server.ranking import Query, Ranker
@@ -61,8 +61,8 @@ def test_vectors_of_the_bundle_give_the_slate_of_the_function(bundle):
     (found,) = Ranker(reranking=reranking).rank(loaded, [PAST])
     inputs = bundle.reader.read_request(PAST)
     items, scores = bundle.runtime.recommend(inputs, K)
-    expected, _ = rerank(Determinantal(0.3), items[0], scores[0], 5, loaded.known, inputs.item_ids[0])
-    assert found.items == bundle.items.to_external(expected[:5]).to_pylist()
+    (order,) = reranked(Determinantal(0.3), items, scores, [5], loaded.known, inputs.item_ids, K)
+    assert found.items == bundle.items.to_external(items[0, order[:5]]).to_pylist()
     assert found.items != bundle.items.to_external(items[0, :5]).to_pylist()
 
 

@@ -213,7 +213,9 @@ def test_bundles_that_read_features_are_evaluated_and_compared_as_their_policy(t
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
-    known = PolicyFeatures(None, data.fitted_features("user"), data.fitted_features("context"), data.behaviors)
+    known = PolicyFeatures(
+        user=data.fitted_features("user"), context=data.fitted_features("context"), behaviors=data.behaviors
+    )
     out = tmp_path / "bundle"
     export_bundle(
         policy.eval(),

@@ -170,7 +170,7 @@ def test_frames_and_the_command_line_take_users_and_requests(made, tmp_path, cap
     people["hobbies"], people["taste"] = [[3], [4, 5], []], [[1.0, 2.0, 3.0], None, [0.0, 0.0, 1.0]]
     now = pd.DataFrame({"user_id": [1, 2], "surface": ["search", None], "hour": [1.0, 2.0]})
     expected = made.onnx.recommend(history, 5, user_features=people, context=now, users=[1, 2, 3, 9])
-    known = PolicyFeatures(None, USER, CONTEXT, BEHAVIORS)
+    known = PolicyFeatures(user=USER, context=CONTEXT, behaviors=BEHAVIORS)
     reader = HistoryReader(ITEM_IDS, FeedbackDefinition(), LENGTH, True, known)
     read = reader.read(history, user_features=people, context=now, users=[1, 2, 3, 9])
     ((_, inputs),) = read.batches(4)

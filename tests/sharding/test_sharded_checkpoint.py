@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from recpo.base.errors import Code
 from recpo.policies.item_table import ItemTable, tables_on_meta
-from recpo.training.checkpoints import META, SHAPES, SavedTensor, saved_tensors
+from recpo.training.checkpoints import META, SHAPES, LazyRows, saved_tensors
 from recpo.training.optimizers import build_optimizer
 from recpo.training.run import load_weights
 from tests.refusals import refused
@@ -147,7 +147,7 @@ def test_the_names_are_those_of_the_module_that_is_not_sharded(saved: Any) -> No
     assert found.keys() == Net().state_dict().keys()
     assert len(list(path.glob("*.safetensors"))) == 2
     for name, tensor in found.items():
-        assert isinstance(tensor, SavedTensor)
+        assert isinstance(tensor, LazyRows)
         assert torch.equal(tensor.whole(), weights[name])
 
 
@@ -161,9 +161,9 @@ def test_load_weights_reads_it_on_one_process(saved: Any) -> None:
 def read_blocks(path: Path, kind: str) -> None:
     """Tables without memory read the rows of their own block, and nothing else."""
     ranges = []
-    read = SavedTensor.__getitem__
+    read = LazyRows.__getitem__
 
-    def recorded(self: SavedTensor, rows: slice) -> Tensor:
+    def recorded(self: LazyRows, rows: slice) -> Tensor:
         if self.shape == (ROWS, DIM):
             ranges.append((rows.start, rows.stop))
         return read(self, rows)
@@ -171,7 +171,7 @@ def read_blocks(path: Path, kind: str) -> None:
     with tables_on_meta():
         net = Net(seed=5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SavedTensor, "__getitem__", recorded)
+        patch.setattr(LazyRows, "__getitem__", recorded)
         load_weights(net, path, "")
         assert ranges == [(None, None)]  # the table that is read whole
         shard(net, kind)
@@ -340,7 +340,7 @@ def test_slices_are_those_of_the_whole_tensor(
         save_file({"x": block}, folder / f"{number}.safetensors", {"DCP_SHARDING_INFO": json.dumps(info)})
     torch.save({SHAPES: {"x": list(shape)}}, folder / META)
     found = saved_tensors(folder)["x"]
-    assert isinstance(found, SavedTensor)
+    assert isinstance(found, LazyRows)
     assert found.shape == shape
     assert torch.equal(found.whole(), tensor)
     if shape:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from recpo.artifacts.semantic_codes import Codes
-from recpo.training.checkpoints import SavedTensor, saved_tensors
+from recpo.training.checkpoints import LazyRows, saved_tensors
 from recpo.training.run import Run, checkpoint_path
 from tests.sharding.tables import as_torchrun, only_rank
 
@@ -73,7 +73,7 @@ def train(out: Path, prepared: Path, policy: Any, strategy: dict[str, Any] | Non
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """Of the last checkpoint, whoever wrote it."""
     saved = saved_tensors(checkpoint_path(run, "last"))
-    return {name: value.whole() if isinstance(value, SavedTensor) else value for name, value in saved.items()}
+    return {name: value.whole() if isinstance(value, LazyRows) else value for name, value in saved.items()}
 
 
 def assert_same(first: Path, second: Path, atol: float = 2e-5) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.datamodule import Contents, FeedbackDataModule
 from recpo.objectives import GRPO
 from recpo.objectives.advantages import GroupNormalizedAdvantage
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -58,7 +58,7 @@ class Step:
         policy, more = copy.deepcopy(policy), {key: value for key, value in more.items() if key != "rate"}
         data = FeedbackDataModule(prepared, batch_size=batch_size, layout=layout, seed=0)
         options, hard = LearningOptions(objective=objective, **more), layout.traits.hard_negatives
-        data.planner = StepPlanner(policy, options, hard)
+        data.contents = Contents(planner=StepPlanner(policy, options, hard))
         networks = Networks.of(policy, options)
         inputs = InputBuilder(networks, options, hard)
         if inputs.rollouts is not None:

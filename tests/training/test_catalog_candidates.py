@@ -228,7 +228,8 @@ def test_the_divergence_that_ends_a_phase_is_exact_and_per_context():
     policy = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.1, 0.8]]).log()[..., None]
     exact = 0.5 * torch.tensor(0.5 / 0.2).log().item() + 0.2 * torch.tensor(0.2 / 0.5).log().item()
     for limit, stops in ((exact / 2 * 0.99, True), (exact / 2 * 1.01, False)):
-        control = KLControl(GRPO(), rollout=RolloutOptions(candidates="catalog", max_kl=limit))
+        rollout = RolloutOptions(candidates="catalog", max_kl=limit)
+        control = KLControl(LearningOptions(objective=GRPO(), rollout=rollout))
         control.measure(LogProbs(policy, torch.ones(2, 3, 1, dtype=torch.bool), old), {})
         control.end_step(lambda value: value)
         assert control.stopped == stops

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recpo.training.run import advice, training_curves
+from recpo.training.run import Run, training_curves
 from tests.refusals import refused
 
 
@@ -23,8 +23,9 @@ def run_with(tmp_path, **columns):
     return tmp_path
 
 
-def told(run, monitor=None, *, num_items=1000, lower_is_better=False, on_policy=True):
-    return advice(run, monitor, num_items=num_items, lower_is_better=lower_is_better, on_policy=on_policy)
+def told(root, monitor=None, *, num_items=1000, on_policy=True):
+    (root / Run.RESOLVED).write_text("rollout: {group_size: 8}" if on_policy else "rollout: null", encoding="utf-8")
+    return Run(root, num_items, "", {}, monitor, {}).advice
 
 
 GOOD = {
@@ -45,8 +46,8 @@ BAD = {
 
 
 def test_a_training_without_faults_gets_no_advice(tmp_path):
+    assert told(tmp_path) == []  # nothing was logged
     assert told(run_with(tmp_path, **GOOD), "val/NDCG@10") == []
-    assert told(tmp_path / "nothing") == []
 
 
 @pytest.mark.parametrize("fault", BAD)
@@ -57,8 +58,9 @@ def test_advice_names_the_fault(tmp_path, fault):
 
 
 def test_advice_knows_directions_logged_slates_and_small_catalogs(tmp_path):
-    run = run_with(tmp_path, **GOOD | BAD["first"][0] | BAD["constant"][0] | BAD["alike"][0])
-    said = told(run, "val/NDCG@10", num_items=90, lower_is_better=True, on_policy=False)
+    loss = {"val__pair_loss": [0.4, 0.2, 0.3, 0.29]}
+    run = run_with(tmp_path, **GOOD | loss | BAD["constant"][0] | BAD["alike"][0])
+    said = told(run, "val/pair_loss", num_items=90, on_policy=False)
     assert said == []  # .2 is the best of a loss, a logged slate is no group, and ten lists fill a small catalog
 
 

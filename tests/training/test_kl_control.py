@@ -8,8 +8,12 @@ import torch
 from recpo.base.types import LogProbs
 from recpo.objectives import GRPO
 from recpo.training.kl_control import KLControl, adapted_kl_coef
-from recpo.training.options import KLTarget, RolloutOptions
+from recpo.training.options import KLTarget, LearningOptions, RolloutOptions
 from tests.refusals import refused
+
+
+def controlled(objective, target=None, rollout=None):
+    return KLControl(LearningOptions(objective=objective, adaptive_kl=target, rollout=rollout))
 
 
 def test_rises_when_the_divergence_is_too_large_and_falls_when_too_small():
@@ -20,7 +24,7 @@ def test_rises_when_the_divergence_is_too_large_and_falls_when_too_small():
 
 
 def test_resumes_where_it_stopped():
-    first, second = (KLControl(GRPO(kl_coef=0.3), KLTarget(0.5, 100)) for _ in range(2))
+    first, second = (controlled(GRPO(kl_coef=0.3), KLTarget(0.5, 100)) for _ in range(2))
     logp = LogProbs(torch.full((2, 3, 2), -1.0), torch.ones(2, 3, 2, dtype=torch.bool))
     for control in (first, second):
         control.measure(logp, {"kl_reference": torch.tensor(3.0)})
@@ -38,7 +42,7 @@ def test_refuses_what_cannot_be_held():
 
 
 def test_the_coefficient_of_the_rewards_follows_the_draws():
-    control = KLControl(GRPO(kl_coef=0.0), KLTarget(0.5, 100), RolloutOptions(kl_coef=0.2))
+    control = controlled(GRPO(kl_coef=0.0), KLTarget(0.5, 100), RolloutOptions(kl_coef=0.2))
     policy = torch.full((2, 3, 2), -1.0)
     mask = torch.ones_like(policy, dtype=torch.bool)
     mask[0, 0] = False
@@ -56,12 +60,12 @@ def test_the_coefficient_of_the_rewards_follows_the_draws():
 
 
 def test_a_constant_coefficient_of_the_rewards_stays():
-    assert KLControl(GRPO(kl_coef=0.3), rollout=RolloutOptions(kl_coef=0.2)).reward_coef == 0.2
-    adapted = KLControl(GRPO(kl_coef=0.3), KLTarget(0.5))
+    assert controlled(GRPO(kl_coef=0.3), rollout=RolloutOptions(kl_coef=0.2)).reward_coef == 0.2
+    adapted = controlled(GRPO(kl_coef=0.3), KLTarget(0.5))
     assert (adapted.reward_coef, adapted.objective.kl_coef) == (0.0, 0.3)
 
 
 @pytest.mark.parametrize(("in_loss", "in_reward"), [(0.0, 0.0), (0.1, 0.2)])
 def test_one_coefficient_is_adjusted(in_loss, in_reward):
     with refused("conflicting_options" if in_loss else "missing_option", "adaptive_kl"):
-        KLControl(GRPO(kl_coef=in_loss), KLTarget(0.5), RolloutOptions(kl_coef=in_reward))
+        controlled(GRPO(kl_coef=in_loss), KLTarget(0.5), RolloutOptions(kl_coef=in_reward))

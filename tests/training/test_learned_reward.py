@@ -189,14 +189,17 @@ def test_an_uncalibrated_or_a_changed_run_is_refused(pointwise_run, batch, tmp_p
     copy = tmp_path / "copy"
     shutil.copytree(pointwise_run, copy)
     shutil.copy(copy / "checkpoints" / "last.ckpt", copy / "checkpoints" / "best.ckpt")
+    for refuses in (LearnedReward, load_reward_model):
+        with refused("damaged", "checkpoints/best.ckpt"):
+            refuses(copy)
+    shutil.copy(pointwise_run / "checkpoints" / "best.ckpt", copy / "checkpoints" / "best.ckpt")
+    content = json.loads((copy / CALIBRATION).read_text())
+    write_json(copy / CALIBRATION, resealed({**content, "weights": {"checkpoints/best.ckpt": "0" * 64}}))
     with refused("mismatch", "calibration.json"):
         LearnedReward(copy)
     (copy / CALIBRATION).unlink()
     with refused("missing_file", "calibration.json"):
         LearnedReward(copy)
-    with refused("damaged", "checkpoints/best.ckpt"):
-        load_reward_model(copy)
-    shutil.copy(pointwise_run / "checkpoints" / "best.ckpt", copy / "checkpoints" / "best.ckpt")
     raw = LearnedReward(copy, calibrated=False, dislike_cost=0.0)(batch, candidates)
     model = load_reward_model(copy)
     torch.testing.assert_close(raw, model(batch.histories, candidates)[..., 0].sigmoid())

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recpo.base.contracts import RewardFunction
-from recpo.batches.datamodule import FeedbackDataModule
+from recpo.batches.datamodule import Contents, FeedbackDataModule
 from recpo.batches.preference_lists import PreferenceListLayout
 from recpo.batches.slates import ImpressionLayout, SequenceLayout
 from recpo.objectives import DPO, GBPO, GRPO, GSPO, Likelihood, QLearning, SoftmaxDPO
@@ -71,7 +71,7 @@ def step_of(name, prepared, planned=True, **options):
     )  # fmt: skip
     learning = LearningOptions(objective=objective, **more, **options)
     hard = layout.traits.hard_negatives
-    data.planner = StepPlanner(policy, learning, hard) if planned else None
+    data.contents = Contents(planner=StepPlanner(policy, learning, hard) if planned else None)
     networks = Networks.of(policy, learning)
     torch.nn.init.normal_(policy.item_table.weight, std=0.3)  # it has moved from the copies
 

@@ -9,9 +9,10 @@ from recpo.base.contracts import RewardFunction
 from recpo.base.types import Slates
 from recpo.batches.datamodule import FeedbackDataModule
 from recpo.batches.slates import ImpressionLayout
+from recpo.ops.ranking import first_places
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.options import RolloutOptions
-from recpo.training.rollout import Candidates, Rollouts, as_preference_list, first_occurrences, roll_out, with_logged
+from recpo.training.rollout import Candidates, Rollouts, as_preference_list, roll_out, with_logged
 from tests.refusals import refused
 
 LAYOUT = ImpressionLayout(history_length=12, slate_length=6)
@@ -81,7 +82,7 @@ def test_without_replacement_no_item_comes_twice_and_the_first_is_a_draw(policy,
     one = batch._replace(histories=batch.histories.rows(torch.zeros(3000, dtype=torch.long)))
     torch.manual_seed(0)
     ids, logp = policy.sample(one.histories, 4, RolloutOptions(replacement=False).sampling)
-    assert first_occurrences(ids).all()
+    assert first_places(ids, torch.ones_like(ids, dtype=torch.bool)).all()
     exact = torch.zeros(61).index_put((ids[0],), logp[0, :, 0].exp())
     seen = torch.bincount(ids[:, 0], minlength=61) / 3000
     likely = ids[0][logp[0, :, 0] > -4]

@@ -46,7 +46,7 @@ def test_head_tail_and_coverage_equal_a_loop_and_add_up_over_ranks(prepared):
     torch.nn.init.normal_(policy.item_table.weight[1:])
     counts = torch.from_numpy(data.prepared.item_counts())
     tail = tail_items(counts)
-    ranks = [ValidationMetrics(10, data.prepared.num_items, counts) for _ in range(2)]
+    ranks = [ValidationMetrics(LearningOptions(), data.prepared.num_items, counts) for _ in range(2)]
     shown, recalls = set(), {True: [], False: []}
     for number, batch in enumerate(data.val_dataloader()):
         ranks[number % 2].update(policy, batch)
@@ -116,7 +116,7 @@ def test_metrics_of_exposures_equal_loops_over_users(held_out):
         if pairs:
             areas.append(np.mean([(p > n) + 0.5 * (p == n) for p, n in pairs]))
             losses.append(np.mean([math.log1p(math.exp(n - p)) for p, n in pairs]))
-    metrics = ValidationMetrics(10, policy.num_items)
+    metrics = ValidationMetrics(LearningOptions(), policy.num_items)
     for batch in batches:
         metrics.update(policy, batch)
     found = metrics.compute(lambda value: value)
@@ -127,7 +127,7 @@ def test_metrics_of_exposures_equal_loops_over_users(held_out):
 
 def test_the_mixed_area_of_a_validation_is_that_of_an_evaluation(held_out):
     policy, batches = held_out
-    metrics = ValidationMetrics(10, policy.num_items, of_exposures=["AUC_mixed", "AUC_other"])
+    metrics = ValidationMetrics(LearningOptions(monitor="AUC_mixed"), policy.num_items)
     for batch in batches:
         metrics.update(policy, batch)
     found = metrics.compute(lambda value: value)
@@ -159,7 +159,7 @@ def test_preference_lists_have_no_pair_loss(held_out, objective):
         validate_monitor("pair_loss", learning, KNOWN)
     validate_monitor("pair_loss", LearningOptions(), KNOWN)
     plain, module = (
-        ValidationMetrics(10, policy.num_items),
+        ValidationMetrics(LearningOptions(), policy.num_items),
         PreferenceModule(policy, learning, slates=SlateTraits(is_preference_list=True)),
     )
     for metrics in (plain, module._validation):
@@ -178,7 +178,7 @@ def test_the_reward_of_lists_is_a_mean_over_users_of_known_rewards(held_out):
         def __call__(self, batch, candidates):
             return candidates.item_ids.float().masked_fill(candidates.item_ids % 5 == 0, torch.nan)
 
-    metrics = ValidationMetrics(10, policy.num_items, reward=ById())
+    metrics = ValidationMetrics(LearningOptions(validation_reward=ById()), policy.num_items)
     means = []
     for batch in batches:
         metrics.update(policy, batch)
@@ -193,7 +193,7 @@ def test_metrics_of_which_nothing_is_known_are_left_out(held_out):
     batch = batches[0]
     slates = batch.feedback.slates
     blind = slates._replace(positive=torch.zeros_like(slates.mask), logp_behavior=None)
-    metrics = ValidationMetrics(10, policy.num_items)
+    metrics = ValidationMetrics(LearningOptions(), policy.num_items)
     metrics.update(policy, batch._replace(feedback=batch.feedback._replace(slates=blind)))
     found = metrics.compute(lambda value: value)
     assert not found.keys() & {"SNIPS", "AUC_other", "pair_loss"}

@@ -234,13 +234,13 @@ class _Axis(NamedTuple):
         value = math.log(value) if self.logarithmic else value
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
 
-    def ticks(self, count: int = 5) -> list[float]:
-        """About ``count`` round numbers within the axis."""
+    def ticks(self) -> list[float]:
+        """About five round numbers within the axis."""
         if self.logarithmic:
             ends = math.ceil(self.low / math.log(10)), math.floor(self.high / math.log(10))
             least, most = max(ends[0], sys.float_info.min_10_exp), min(ends[1], sys.float_info.max_10_exp)
             return [10.0**power for power in range(least, most + 1)]
-        raw = (self.high - self.low) / count
+        raw = (self.high - self.low) / 5
         power = 10 ** math.floor(math.log10(raw))
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
         first = math.ceil(self.low / step)

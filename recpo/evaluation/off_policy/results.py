@@ -329,16 +329,12 @@ class OffPolicyResult:
     Attributes:
         estimates: all estimates, ordered by target.
         totals: target -> its sums per user.
-        level: level of the intervals.
-        resamples: number of bootstrap resamples.
-        seed: seed of the bootstrap.
+        options: how values are estimated.
     """
 
     estimates: tuple[OffPolicyEstimate, ...]
     totals: dict[str, TargetTotals]
-    level: float
-    resamples: int
-    seed: int
+    options: OffPolicyOptions
 
     def to_pandas(self) -> pd.DataFrame:
         """The estimates, one per row: target, estimator, value, and ends of the normal and the bootstrap interval."""
@@ -410,14 +406,14 @@ class OffPolicyResult:
     def _differences(
         self, target: str, pairs: dict[Estimator, tuple[FloatArray, FloatArray]]
     ) -> list[OffPolicyDifference]:
-        drawn = bootstrap_values([sums for pair in pairs.values() for sums in pair], self.resamples, self.seed)
-        found = []
+        samples, options, found = [sums for pair in pairs.values() for sums in pair], self.options, []
+        drawn = bootstrap_values(samples, options.resamples, options.seed)
         for (estimator, (mine, theirs)), of_mine, of_theirs in zip(pairs.items(), drawn[::2], drawn[1::2], strict=True):
             value = float(sum_of_ratios(mine.sum(0)) - sum_of_ratios(theirs.sum(0)))
             influences = influence(mine) - influence(theirs)
             intervals: dict[IntervalKind, Interval] = {
-                "normal": normal_interval(influences, value, self.level),
-                "bootstrap": percentile_interval(of_mine - of_theirs, self.level),
+                "normal": normal_interval(influences, value, options.level),
+                "bootstrap": percentile_interval(of_mine - of_theirs, options.level),
             }
             error = standard_error(influences)
             found.append(OffPolicyDifference(target, estimator.name, value, intervals, error, len(influences)))
@@ -483,7 +479,7 @@ def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions) -> Off
             ends = intervals.get(estimator, _NO_INTERVALS)
             estimates.append(OffPolicyEstimate(target, estimator.name, value, ends, *shared, said))
     usable = {target: found for target, found in totals.items() if found.diagnostics.effective_rows > 0}
-    return OffPolicyResult(tuple(estimates), usable, options.level, options.resamples, options.seed)
+    return OffPolicyResult(tuple(estimates), usable, options)
 
 
 def _intervals(found: TargetTotals, options: OffPolicyOptions) -> dict[Estimator, dict[IntervalKind, Interval]]:
