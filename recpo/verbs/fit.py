@@ -98,7 +98,7 @@ class Decision(Artifact):
     def prepared(self) -> Prepared:
         """The prepared data that it was decided on: its own, or those that were given."""
         given = self.facts["prepared"]
-        return Prepared.open(self.root / fit_road.PREPARED if given is None else given)
+        return Prepared.open(self.root / fit_recipes.PREPARED if given is None else given)
 
     @property
     def bundle(self) -> Bundle:
@@ -242,9 +242,9 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
         options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found), **tables}
-        verb = Prepare(out=road.root / fit_road.FINAL / fit_road.PREPARED, **options)
+        verb = Prepare(out=road.root / fit_road.FINAL / fit_recipes.PREPARED, **options)
         split = deciding_split(options["split"], found.counts)
-        road.data = self._prepared(road, replace(verb, out=road.root / fit_road.PREPARED, split=split))
+        road.data = self._prepared(road, replace(verb, out=road.root / fit_recipes.PREPARED, split=split))
         understood = [*_understood(found), *_repeated(road.data)]
         if split == verb.split:
             return understood, truth, None
@@ -377,7 +377,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
 def _outside(road: Road) -> str | None:
     """Where the prepared data are; None = in the directory of the fit, which may be moved."""
     root = road.data.root
-    if root == road.root / fit_road.PREPARED:
+    if root == road.root / fit_recipes.PREPARED:
         return None
     return str(root.absolute() if isinstance(root, Path) else root)
 
