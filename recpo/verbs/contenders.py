@@ -421,7 +421,7 @@ def served_baseline(
             return _of_factors(str(named), model)
         assert isinstance(model, BaselinePolicy)
         return ServedBaseline(str(named), model, options_of(model))
-    factors = named if isinstance(named, Factors) else Factors.open(named)
+    factors = Factors.open(named)
     validate_factors(factors, data, ("item", "user"))
     return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
 

@@ -143,7 +143,7 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
             given = decision.root / FACTORS
         if given is None:
             return None
-        model = given if isinstance(given, Factors) else Factors.open(given)
+        model = Factors.open(given)
         validate_factors(model, data)
         return model
 

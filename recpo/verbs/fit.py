@@ -68,13 +68,8 @@ class Decision(Artifact):
     facts: Mapping[str, Any] = field(repr=False)
 
     @classmethod
-    def open(cls, root: Path | str) -> Self:
-        """Opens a directory that ``fit`` finished.
-
-        Raises:
-            RecpoError: it is none, is unfinished, has another version, or is damaged.
-        """
-        return cls(Path(root), cls.facts_of(root))
+    def _read(cls, root: Path) -> Self:
+        return cls(root, cls.facts_of(root))
 
     @property
     def chosen(self) -> str:

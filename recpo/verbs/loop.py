@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import pandas as pd
 
@@ -34,7 +34,7 @@ _LEAST_DAYS: Final = 3  # for training, validation and test
 
 @dataclass(frozen=True)
 class LoopResult(Artifact):
-    """Rounds of the loop, on disk.
+    """Rounds of the loop, on disk, all of them or those that were finished.
 
     Attributes:
         root: the directory: ``rounds/NN/``, ``resolved.yaml``, ``loop.json`` and ``report.html``.
@@ -51,13 +51,8 @@ class LoopResult(Artifact):
     rounds: tuple[Round, ...]
 
     @classmethod
-    def open(cls, root: Path | str) -> LoopResult:
-        """Opens a directory that ``loop`` wrote, finished or not.
-
-        Raises:
-            RecpoError: it is not a loop, has another version, or is damaged.
-        """
-        root, content = Path(root), cls.facts_of(root)
+    def _read(cls, root: Path) -> Self:
+        content = cls.facts_of(root)
         try:
             rounds = tuple(Round.from_json(one) for one in content["rounds"])
             return cls(root, read_yaml(root / RESOLVED, cls.remedy()), rounds)
