@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from recpo.artifacts.documents import as_configuration
 from recpo.artifacts.outputs import output_file
@@ -17,8 +16,7 @@ from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
 from recpo.log.files import find_files
 from recpo.log.inspection import Choice, Inspection, inspect_log
-from recpo.log.recognition import Recognition
-from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns
+from recpo.log.schema import PRESETS, Columns, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.verbs.fit_recipes import FACTORS, GBPO, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
 from recpo.verbs.verb import PYTHON_ONLY, Verb, configurations, function_of
@@ -98,7 +96,7 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
     chosen: dict[str, Any] = {"log": log, "preset": found.preset, "csv": found.sample.form}
     if found.label.column is not None:
         columns = replace(columns, label=found.label.column)
-    if _differs_from_preset(found):
+    if found.behaviors and found.preset == "plain":
         chosen["behaviors"] = dict(found.behaviors)
     if found.outcome_rows:
         chosen["outcome_rows"] = True
@@ -120,43 +118,48 @@ def _validate_answered(found: Inspection) -> None:
 
 
 def _prepare_text(found: Inspection, out: Path) -> str:
-    counts, label, split = found.counts, found.label, found.split
-    about = "" if counts.is_whole else "about "
-    unknown = [name for name in found.unused if name != label.column]
-    environment = Environment(
-        loader=PackageLoader("recpo.verbs", "templates"),
-        autoescape=False,  # YAML: every value from the log was quoted before
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("prepare.yaml.jinja").render(
-        events=f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items",
-        file=out / "prepare.yaml",
-        out=_yaml(out / PREPARED),
-        log=_yaml(_log_of(found)),
-        preset=found.preset,
-        csv={name: _yaml(value) for name, value in vars(found.sample.form).items() if value is not None},
-        columns=_column_lines(found),
-        label=_class_entry(label),
-        label_why=_comment(label.why),
-        outcome_rows=found.outcome_rows,
-        split=_class_entry(split),
-        split_why=_comment(split.why),
-        behaviors=_yaml(found.behaviors) if _differs_from_preset(found) else None,
-        tables={side: _yaml(file) for side, file in found.tables.items()},
-        unused=_comment(", ".join(unknown)),
-    )
+    """The options of ``preparation_of``, with the reasons for them as comments."""
+    options, counts, about = preparation_of(found), found.counts, "" if found.counts.is_whole else "about "
+    size = f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items"
+    readme = "data/README.md has the columns and their units"
+    lines = [
+        f"# The log, as recpo init read it: {size}.",
+        "#",
+        f"#   recpo prepare --config {out / 'prepare.yaml'}",
+        "#",
+        f"# Every key is an option of `recpo prepare` (see recpo prepare --help); {readme}.",
+        "",
+        f"log: {_yaml(options['log'])}",
+        f"out: {_yaml(out / PREPARED)}",
+    ]
+    if found.preset != "plain":
+        lines.append(f"preset: {found.preset}")
+    if csv := {name: value for name, value in vars(options["csv"]).items() if value is not None}:
+        lines.append(f"csv: {_yaml(csv)}")
+    lines += [
+        "\ncolumns:                      # standard name: name in the log",
+        *_column_lines(found, options["columns"]),
+    ]
+    lines.append(_class_entry("label", found.label))
+    if "outcome_rows" in options:
+        followed = "# an exposure and what followed are one event: the one with the highest label"
+        lines.append(f"outcome_rows: true            {followed}")
+    lines.append(_class_entry("split", found.split))
+    if "behaviors" in options:
+        lines.append(f"\nbehaviors: {_yaml(options['behaviors'])}")
+    for side, file in found.tables.items():
+        known = "what is known of them goes into their vectors (docs/features.md)"
+        lines += [f"\n# A table with one row for each {side}: {known}.", f"# {side}s: {_yaml(file)}"]
+    if unread := [name for name in found.unused if name != found.label.column]:
+        lines.append(f"\n# Columns that are not read: {_comment(', '.join(unread))}")
+    return "\n".join(lines) + "\n"
 
 
-def _class_entry(choice: Choice) -> str:
+def _class_entry(name: str, choice: Choice) -> str:
+    """A label or split below its reason."""
     options = choice.init_args
-    return _yaml({"class_path": choice.class_name, "init_args": options} if options else choice.class_name)
-
-
-def _differs_from_preset(found: Recognition) -> bool:
-    return bool(found.behaviors) and found.preset == "plain"
+    value = {"class_path": choice.class_name, "init_args": options} if options else choice.class_name
+    return f"\n# {_comment(choice.why)}\n{name}: {_yaml(value)}"
 
 
 def _log_of(found: Inspection) -> str | list[str]:
@@ -167,20 +170,20 @@ def _log_of(found: Inspection) -> str | list[str]:
     return files[0] if len(files) == 1 else files
 
 
-def _column_lines(found: Inspection) -> list[str]:
+def _column_lines(found: Inspection, columns: Columns) -> list[str]:
     """A line for every column and unit, with its evidence. Settings of the preset are not repeated."""
-    preset = PRESETS[found.preset]
-    entries: list[tuple[str, str | FlagColumn, str]] = []
-    for one in found.findings:
-        entries.append((one.role, one.source, one.evidence))
-    if (column := found.label.column) is not None:
-        entries.append((LogColumns.LABEL, column, found.label.why))
-    units = ("time_unit", "watch_time_unit", "duration_unit")
-    entries += [(name, unit, "") for name in units if (unit := getattr(found.columns, name)) is not None]
-    kept = [entry for entry in entries if found.preset == "plain" or getattr(preset, entry[0]) != entry[1]]
-    lines = [(f"{name}: {_yaml(value)}", why) for name, value, why in kept or entries]
-    width = max(len(text) for text, _ in lines) + 2
-    return [f"{text:<{width}}# {_comment(why)}" if why else text for text, why in lines]
+    evidence = {one.role: one.evidence for one in found.findings}
+    if found.label.column is not None:
+        evidence[LogColumns.LABEL] = found.label.why
+    entries = {name: value for name, value in vars(columns).items() if value is not None}
+    own = {name: value for name, value in entries.items() if getattr(PRESETS[found.preset], name) != value}
+    kept = entries if found.preset == "plain" else own or entries
+    width = max(len(f"{name}: {_yaml(value)}") for name, value in kept.items()) + 2
+    lines = []
+    for name, value in kept.items():
+        text, why = f"{name}: {_yaml(value)}", evidence.get(name)
+        lines.append(f"  {text:<{width}}# {_comment(why)}" if why else f"  {text}")
+    return lines
 
 
 def _training_text(found: Inspection, step: str, out: Path) -> str:
