@@ -219,7 +219,11 @@ def _with_option(text: str, name: str, value: Any) -> str:
 def _yaml(value: Any) -> str:
     """A value in one line of YAML."""
     style: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "sort_keys": False, "width": math.inf}
-    return yaml.safe_dump(as_configuration(value), **style).removesuffix("...\n").strip()
+    plain = as_configuration(value)
+    text = yaml.safe_dump(plain, **style)
+    if len(text.removesuffix("...\n").splitlines()) > 1:  # line breaks in a name
+        text = yaml.safe_dump(plain, default_style='"', **style)
+    return text.removesuffix("...\n").strip()
 
 
 def _comment(text: str) -> str:

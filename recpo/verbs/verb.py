@@ -196,10 +196,9 @@ def function_of(verb: Callable[P, Verb[R_co]]) -> Callable[P, R_co]:
 
 
 def configurations(here: Path = Path()) -> Path:
-    """The directory of recpo's own configurations: in a clone, or installed with the package."""
-    return (
-        Path("configs") if (here / "configs" / "pretrain.yaml").is_file() else Path(recpo.__file__).parent / "configs"
-    )
+    """The directory of recpo's own configurations: ``configs`` in a clone, or where the package is installed."""
+    own = Path(recpo.__file__).parent / "configs"
+    return Path("configs") if (here / "configs").resolve() == own.resolve() else own
 
 
 def compute_device(name: str) -> torch.device:

@@ -13,7 +13,7 @@ import yaml
 import recpo
 from recpo.cli.main import main
 from recpo.log.inspection import inspect_log
-from recpo.verbs.init import preparation_of
+from recpo.verbs.init import _yaml, preparation_of
 from recpo.verbs.verb import configurations
 from tests.refusals import refused
 
@@ -192,6 +192,19 @@ def test_trainings_are_recpos_own_with_the_paths_and_sizes_of_the_log(tmp_path):
         assert yaml.safe_load(text) == own[step]
         assert f"recpo train --config {written[step]}" in text
     assert "one pass per window" in written["pretrain"].read_text()  # comments stay
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("plain", "on", "007", "+01:00", "", "a: b # c", "two\nlines", "\u2028", "\x85 é 😀", "'\"", None, 3, 0.5),
+        *(["a", "b, c"], {"column": "x\n", "equals": {"cart": 0.5, "buy\r": 1}}, {}),
+    ],
+)
+def test_a_value_is_one_line_of_yaml(value):
+    text = _yaml(value)
+    assert len(f"name: {text}  # why".splitlines()) == 1
+    assert yaml.safe_load(f"name: {text}  # why") == {"name": value}
 
 
 @pytest.mark.parametrize(("log", "shares"), [(listens, {"valid_share": 0.1, "test_share": 0.1}), (sequences, {})])
