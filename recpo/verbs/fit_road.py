@@ -25,7 +25,7 @@ from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, FITTED, BaselineCache, fitted_model
-from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender, baseline
+from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass, RankingOptions
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions, PropensitySource
@@ -416,9 +416,9 @@ class Road:
         return Run.open(root) if (root / Run.FINISHED).is_file() else None
 
     def _contender(self, name: str) -> Contender:
-        made = partial(baseline, data=self.data, options=self.baseline_options, cache=self._baseline_cache)
-        options = ModelOptions(device=self.options.device)
-        (found,) = contenders_of([place_of(self.root, name)], self.data, [self.options.k], options, made)
+        named, models = [place_of(self.root, name)], ModelOptions(device=self.options.device)
+        options, cache = self.baseline_options, self._baseline_cache
+        (found,) = contenders_of(named, self.data, [self.options.k], models, options, cache)
         return found
 
     @property
