@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import recpo
 from recpo.artifacts.checksums import DOCUMENTS, MARKER, Kind, described, kind_of, seal, unseal, verify_sealed
@@ -32,6 +32,20 @@ class Artifact:
     """the command that makes such a directory, for messages"""
     sealed: ClassVar[tuple[str, ...]] = ()
     """files whose checksums are in ``recpo.json`` (``output_directory``), the document among them"""
+
+    @classmethod
+    def open(cls, root: Self | Path | str) -> Self:
+        """Opens a directory of this kind; what is open already is returned as it is.
+
+        Raises:
+            RecpoError: it is no such directory, is unfinished or damaged, or has another format version.
+        """
+        return root if isinstance(root, Artifact) else cls._read(Path(root))
+
+    @classmethod
+    def _read(cls, root: Path) -> Self:
+        """Reads a directory; see ``open``."""
+        raise NotImplementedError
 
     @classmethod
     def facts_of(cls, root: Path | str) -> dict[str, Any]:

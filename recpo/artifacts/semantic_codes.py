@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import pyarrow as pa
@@ -100,13 +100,7 @@ class Codes(Artifact):
         return len(self.codes)
 
     @classmethod
-    def open(cls, root: Path | str) -> Codes:
-        """Reads a directory written by ``recpo tokenize``.
-
-        Raises:
-            RecpoError: it is not such a directory, has another format version, or is damaged.
-        """
-        root = Path(root)
+    def _read(cls, root: Path) -> Self:
         manifest = cls.facts_of(root)
         verify_sealed(root, [CODES], cls.remedy())
         try:

@@ -44,13 +44,8 @@ class Comparison(Artifact):
     path: Path | None = None
 
     @classmethod
-    def open(cls, path: Path | str) -> Self:
-        """Reads a directory that ``compare`` wrote.
-
-        Raises:
-            RecpoError: there is no comparison, or it is damaged or of another format version.
-        """
-        return cls(cls.facts_of(path), Path(path))
+    def _read(cls, root: Path) -> Self:
+        return cls(cls.facts_of(root), root)
 
     @property
     def failures(self) -> list[str]:

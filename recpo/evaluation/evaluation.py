@@ -43,13 +43,7 @@ class Evaluation(Artifact):
     path: Path | None = None
 
     @classmethod
-    def open(cls, path: Path | str) -> Self:
-        """Reads a directory that ``evaluate`` wrote.
-
-        Raises:
-            RecpoError: there is none, it is damaged, or has another format version.
-        """
-        root = Path(path)
+    def _read(cls, root: Path) -> Self:
         return cls(cls.facts_of(root), read_yaml(root / RESOLVED, cls.remedy()), root)
 
     @property

@@ -338,13 +338,7 @@ class Factors(Artifact):
         self.write_facts(directory, content)
 
     @classmethod
-    def open(cls, path: Path | str) -> Self:
-        """Opens a directory that ``save`` or ``recpo factorize`` wrote.
-
-        Raises:
-            RecpoError: it is not such a directory, has another format version, or was changed.
-        """
-        root = Path(path)
+    def _read(cls, root: Path) -> Self:
         manifest = cls.facts_of(root)
         verify(root, manifest["files"], cls.remedy())
         try:

@@ -59,12 +59,12 @@ class Bundle:
 
     @classmethod
     def open(
-        cls, path: Path | str, engine: EngineName = "onnx", threads: int = 0, provider: str = CPU_PROVIDER
+        cls, root: Self | Path | str, engine: EngineName = "onnx", threads: int = 0, provider: str = CPU_PROVIDER
     ) -> Self:
         """Verifies every checksum, then loads the bundle. Loading runs no code of the bundle; see ``docs/security.md``.
 
         Args:
-            path: directory written by ``recpo export``.
+            root: directory written by ``recpo export``; a bundle that is open already is returned as it is.
             engine: ``onnx`` (ONNX Runtime, without torch) or ``torch`` (recpo's own policy, which can also score
                 candidates).
             threads: threads of ONNX Runtime, 0 = one per core.
@@ -75,7 +75,9 @@ class Bundle:
             RecpoError: an unknown engine or provider, or a bundle that is missing, incomplete, altered, or of another
                 format version.
         """
-        root = Path(path)
+        if isinstance(root, Bundle):
+            return root
+        root = Path(root)
         manifest = BundleManifest.read(root)
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:

@@ -82,8 +82,7 @@ class Compare(ValueOptions, WritingVerb[Comparison]):
     def execute(self) -> Comparison:
         """Asks both bundles for lists of the same users, and compares these."""
         data = Prepared.open(self.prepared)
-        given = {OLD: self.old, NEW: self.new}
-        bundles = {name: one if isinstance(one, Bundle) else Bundle.open(one) for name, one in given.items()}
+        bundles = {OLD: Bundle.open(self.old), NEW: Bundle.open(self.new)}
         for name, bundle in bundles.items():
             self._validate(name, bundle, data)
         inputs = [data.root, *(bundle.root for bundle in bundles.values())]

@@ -6,7 +6,7 @@ policies, for ``export`` and ``tilt``.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from os import PathLike
@@ -74,7 +74,9 @@ def contenders_of(
     data: Prepared,
     ks: Sequence[int],
     options: ModelOptions = ModelOptions(device="cpu"),
-    make_baseline: Callable[[Baseline], Contender] | None = None,
+    baseline_options: BaselineOptions = BaselineOptions(),  # noqa: B008  frozen
+    cache: BaselineCache = BaselineCache(),  # noqa: B008  frozen
+    progress: bool = False,
 ) -> list[Contender]:
     """All contenders, checked before the first one is loaded.
 
@@ -83,14 +85,14 @@ def contenders_of(
         data: prepared data.
         ks: list lengths.
         options: how runs are loaded.
-        make_baseline: makes a baseline; None = with its default options.
+        baseline_options: options of the baselines.
+        cache: where fitted baselines are kept.
+        progress: show a progress bar on a terminal, for baselines that are fitted.
 
     Raises:
         RecpoError: an entry is not a contender, is unfinished or knows other items; two have the same name; lists
             cannot be read.
     """
-    if make_baseline is None:
-        make_baseline = partial(baseline, data=data, options=BaselineOptions())
     names = directory_names([path for one in named if (path := directory_of(one)) is not None])
     found: list[Contender] = []
     for one in named:
@@ -108,7 +110,7 @@ def contenders_of(
         elif isinstance(opened, Factors):
             found.append(_factors(name, opened, where, data))
         else:
-            found.append(make_baseline(cast(Baseline, opened)))
+            found.append(baseline(cast(Baseline, opened), data, baseline_options, cache, progress))
     validate_names(found)
     if not found:
         raise RecpoError(
@@ -420,7 +422,7 @@ def served_baseline(
             return _of_factors(str(named), model)
         assert isinstance(model, BaselinePolicy)
         return ServedBaseline(str(named), model, options_of(model))
-    factors = named if isinstance(named, Factors) else Factors.open(named)
+    factors = Factors.open(named)
     validate_factors(factors, data, ("item", "user"))
     return _of_factors("factors" if isinstance(named, Factors) else Path(named).resolve().name, factors)
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -16,7 +15,6 @@ from recpo.evaluation.contenders import (
     BaselineOptions,
     Contender,
     Lists,
-    baseline,
     default_baselines,
     oracle,
     validate_names,
@@ -156,8 +154,8 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
             added = default_baselines(data)
             warnings = [] if "factorization" in added else [_NO_GRADES]
             named = [*added, *named]
-        made = partial(baseline, data=data, options=self.baseline_options, cache=cache, progress=self.progress)
-        found = contenders_of(named, data, self.ks, self.part(ModelOptions), made)
+        models = self.part(ModelOptions)
+        found = contenders_of(named, data, self.ks, models, self.baseline_options, cache, self.progress)
         methods = [self.rerank] if isinstance(self.rerank, Reranker) else self.rerank
         found += reranked_contenders(found, methods, self.rerank_options, data, self.ks)
         validate_names(found)

@@ -12,7 +12,6 @@ from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.candidates import HeldOut
-from recpo.evaluation.contenders import BaselineOptions, baseline
 from recpo.explorer.pages import Pages, PageServer
 from recpo.explorer.people_and_items import Catalog, ItemColumns, People
 from recpo.explorer.survey import Survey, traffic
@@ -123,9 +122,9 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
         if decision is not None:
             cache = BaselineCache(decision.root / BASELINES_DIRECTORY, None)
             given = given or _of_decision(decision)
-        made = partial(baseline, data=data, options=BaselineOptions(), cache=cache, progress=self.progress)
         options = ModelOptions(checkpoint=self.checkpoint, device="cpu", trust=self.trust)
-        found = contenders_of(given or ["popularity"], data, [self.k], options, made)
+        named = given or ["popularity"]
+        found = contenders_of(named, data, [self.k], options, cache=cache, progress=self.progress)
         return Survey.of(
             data,
             found,
@@ -143,7 +142,7 @@ class Explore(ItemColumns, WritingVerb["Path | None"]):
             given = decision.root / FACTORS
         if given is None:
             return None
-        model = given if isinstance(given, Factors) else Factors.open(given)
+        model = Factors.open(given)
         validate_factors(model, data)
         return model
 

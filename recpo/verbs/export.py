@@ -123,9 +123,7 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
         """The metrics of the exported contender, for the model card."""
         if self.evaluation is None:
             return None
-        given = self.evaluation
-        evaluation = given if isinstance(given, Evaluation) else Evaluation.open(given)
-        return evaluation_facts(evaluation.document, name)
+        return evaluation_facts(Evaluation.open(self.evaluation).document, name)
 
     def _write(self, policy: Policy, items: IdMap, facts: PolicyFacts, source: object) -> None:
         options = replace(self.part(BundleOptions), k=min(self.k, policy.num_items))

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact, load
 from recpo.artifacts.checksums import kind_of
-from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.frames import Frame
@@ -39,16 +38,14 @@ from recpo.verbs.fit_road import Road, RoadOptions, deciding_split, place_of
 from recpo.verbs.fit_search import search
 from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import Prepare, source_of
-from recpo.verbs.verb import WritingVerb, function_of, resumable_directory
+from recpo.verbs.verb import ResumableVerb, function_of
 from recpo.worlds.log import Simulation
 
 DECISION: Final = "decision.json"
-RESOLVED: Final = "resolved.yaml"
 REPORT: Final = "report.html"
 _BUNDLE: Final = "bundle"
 _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
-_MAY_CHANGE: Final = frozenset({"minutes", "out", "device"})  # when a fit is resumed
 _METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
 _REPEATED: Final = 0.1  # share of positives of the past, from which on it is said what lists do
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
@@ -71,13 +68,8 @@ class Decision(Artifact):
     facts: Mapping[str, Any] = field(repr=False)
 
     @classmethod
-    def open(cls, root: Path | str) -> Self:
-        """Opens a directory that ``fit`` finished.
-
-        Raises:
-            RecpoError: it is none, is unfinished, has another version, or is damaged.
-        """
-        return cls(Path(root), cls.facts_of(root))
+    def _read(cls, root: Path) -> Self:
+        return cls(root, cls.facts_of(root))
 
     @property
     def chosen(self) -> str:
@@ -98,7 +90,7 @@ class Decision(Artifact):
     def prepared(self) -> Prepared:
         """The prepared data that it was decided on: its own, or those that were given."""
         given = self.facts["prepared"]
-        return Prepared.open(self.root / fit_road.PREPARED if given is None else given)
+        return Prepared.open(self.root / fit_recipes.PREPARED if given is None else given)
 
     @property
     def bundle(self) -> Bundle:
@@ -121,7 +113,7 @@ class Decision(Artifact):
 
 
 @dataclass(frozen=True)
-class Fit(RoadOptions, WritingVerb[Decision]):
+class Fit(RoadOptions, ResumableVerb[Decision]):
     """Finds the policy that should ship, from a log: prepares, trains, compares, decides and exports a bundle.
 
     Fits the baselines that a team would use, selects a reward model, pre-trains, aligns in the ways that the feedback
@@ -141,6 +133,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     """
 
     first_day: ClassVar = ("log", "out", "minutes", "columns", "csv", "truth", "seed", "resume", "overwrite")
+    artifact: ClassVar = Decision
+    may_change: ClassVar = ("minutes", "out", "device")
 
     log: str | Path | Sequence[str | Path] | Frame | Prepared | Simulation
     """Parquet or text files, a directory of them, or a pattern, read as ``recpo init`` reads them; prepared data, for
@@ -157,8 +151,6 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     positive, and most of those of the validation period are of such items"""
     truth: Path | str | None = None
     """directory written by ``recpo simulate``: the report then also shows true values. They never decide"""
-    resume: bool = False
-    """continue a fit in ``out`` that was started with the same options"""
 
     def execute(self) -> Decision:
         """Runs the missing steps, decides, evaluates, exports and reports."""
@@ -190,23 +182,8 @@ class Fit(RoadOptions, WritingVerb[Decision]):
     @contextmanager
     def _directory(self, root: Path) -> Iterator[None]:
         """Creates the directory, or checks the one to resume, and keeps other processes out."""
-        again, given = self.resume and kind_of(root) == "decision", self.log
-
-        def fixed(options: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in options.items() if name not in _MAY_CHANGE}
-
-        with resumable_directory(
-            root,
-            kind="decision",
-            begun=fixed(read_yaml(root / RESOLVED, Decision.remedy())) if again else None,
-            options=fixed(self.recorded()),
-            more="minutes",
-            start=lambda working: self.write_resolved(working / RESOLVED),
-            overwrite=self.overwrite,
-            inputs=[given.root if isinstance(given, Prepared | Simulation) else given],
-        ):
-            if again:
-                self.write_resolved(root / RESOLVED)  # the minutes may be more
+        given = self.log.root if isinstance(self.log, Prepared | Simulation) else self.log
+        with self.directory(root, inputs=[given]) as again:
             try:
                 yield
             except RecpoError:
@@ -242,9 +219,9 @@ class Fit(RoadOptions, WritingVerb[Decision]):
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
         options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found), **tables}
-        verb = Prepare(out=road.root / fit_road.FINAL / fit_road.PREPARED, **options)
+        verb = Prepare(out=road.root / fit_road.FINAL / fit_recipes.PREPARED, **options)
         split = deciding_split(options["split"], found.counts)
-        road.data = self._prepared(road, replace(verb, out=road.root / fit_road.PREPARED, split=split))
+        road.data = self._prepared(road, replace(verb, out=road.root / fit_recipes.PREPARED, split=split))
         understood = [*_understood(found), *_repeated(road.data)]
         if split == verb.split:
             return understood, truth, None
@@ -377,7 +354,7 @@ class Fit(RoadOptions, WritingVerb[Decision]):
 def _outside(road: Road) -> str | None:
     """Where the prepared data are; None = in the directory of the fit, which may be moved."""
     root = road.data.root
-    if root == road.root / fit_road.PREPARED:
+    if root == road.root / fit_recipes.PREPARED:
         return None
     return str(root.absolute() if isinstance(root, Path) else root)
 

@@ -1,10 +1,18 @@
-"""How ``fit`` trains policies and reward models, and which of them it wants most."""
+"""How ``fit`` trains policies and reward models, and which of them it wants most; ``init`` writes the first of them."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-#: Directory of the reward model that is a factorization.
+from recpo.log.inspection import LogCounts
+from recpo.training.sizes import sizes_of
+
+#: Directories beside the configurations of ``init``, and of a fit.
+PREPARED: Final = "prepared"
+RUNS: Final = "runs"
+#: The reward model that is a factorization.
 FACTORS: Final = "factors"
 #: Recipes, by the names of their runs.
 PRETRAIN: Final = "pretrain"
@@ -22,6 +30,7 @@ REWARD_MODEL: Final = "reward_model"
 #: Recipes whose policies are also tilted.
 TILTED: Final = (PRETRAIN, PRETRAIN_RANKING, MPO, MPO_MODEL)
 _LEAST_RECIPES: Final = 2
+_LEAST_STEPS: Final = 20
 
 
 class Recipe(NamedTuple):
@@ -40,6 +49,45 @@ class Recipe(NamedTuple):
     after: str | None = None
     reward: str | None = None
     changed: Mapping[str, Any] = MappingProxyType({})
+
+    def options(self, root: Path, counts: LogCounts, share: float = 1.0) -> dict[str, Any]:
+        """The options that differ from the configurations, by dotted name.
+
+        Args:
+            root: the directory with the runs and the factors.
+            counts: size of the log.
+            share: of the full length of the training.
+        """
+        options: dict[str, Any] = {} if self.after is None else {"init_from": root / RUNS / self.after}
+        if self.reward == FACTORS:
+            options["reward.init_args.factors"] = root / FACTORS
+        if self.reward == REWARD_MODEL:
+            arguments = {"run": str(root / RUNS / REWARD_MODEL), "calibrated": False}
+            options["reward"] = json.dumps({"class_path": "LearnedReward", "init_args": arguments})
+        return {**options, **self.changed, **self._sized(counts, share)}
+
+    def full_length(self, counts: LogCounts) -> int:
+        """Optimizer steps for a log of this size; with patience, training stops after about half of its epochs."""
+        steps = sizes_of(self.sizes or "gbpo", counts).steps
+        return steps // 2 if self.sizes == "ranking" else steps
+
+    def _sized(self, counts: LogCounts, share: float) -> dict[str, Any]:
+        """The options that follow from the size of the log and the length of the training."""
+        if self.sizes is None:
+            return {}
+        sizes = sizes_of(self.sizes, counts)
+        options: dict[str, Any] = {"data.batch_size": sizes.batch_size, "trainer.max_epochs": sizes.epochs}
+        if self.after is None:
+            options |= {"policy.init_args.dim": sizes.dim, "policy.init_args.max_history": sizes.max_history}
+        if self.sizes == "ranking":
+            options |= {"policy.init_args.layers": sizes.layers, "policy.init_args.dropout": sizes.dropout}
+            options |= {"weight_averaging.decay": sizes.averaging_decay, "patience": sizes.patience}
+        elif self.after is None:
+            options["policy.init_args.attention_length"] = sizes.history_length
+        longest = sizes.max_history if self.sizes == "mpo" else sizes.history_length
+        options["data.layout.init_args.history_length"] = longest
+        most = sizes.max_steps if share >= 1 else max(_LEAST_STEPS, round(share * self.full_length(counts)))
+        return options if most is None else {**options, "trainer.max_steps": most}
 
 
 RECIPES: Final[Mapping[str, Recipe]] = {

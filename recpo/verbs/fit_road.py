@@ -5,7 +5,6 @@ What depends on the clock (how long to train, how much to search) is decided onc
 that was stopped decides as it would have, and its commands give the same result on any machine.
 """
 
-import json
 import math
 import os
 import shlex
@@ -26,7 +25,7 @@ from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
 from recpo.evaluation.baselines import BASELINES_DIRECTORY, FITTED, BaselineCache, fitted_model
-from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender, baseline
+from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass, RankingOptions
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions, PropensitySource
@@ -37,7 +36,7 @@ from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EaseOptions
 from recpo.training.run import Run
-from recpo.training.sizes import counts_of, sizes_of
+from recpo.training.sizes import counts_of
 from recpo.training.tilting import has_grades
 from recpo.verbs import fit_recipes
 from recpo.verbs.contenders import ModelOptions, contenders_of
@@ -49,9 +48,7 @@ from recpo.verbs.verb import PYTHON_ONLY, Verb, compute_device, configurations
 
 PLAN: Final = "plan.json"
 #: Directories and files of a fit.
-PREPARED: Final = "prepared"
-PREPARE: Final = "prepare.yaml"  # beside it: the options that made it
-RUNS: Final = "runs"
+PREPARE: Final = "prepare.yaml"  # beside the prepared data: the options that made them
 #: What ships, made again on the events of the validation period too; it has the same directories.
 FINAL: Final = "final"
 #: The baseline that tilts policies where there are no grades.
@@ -70,7 +67,6 @@ _EASE_RATE: Final = 2e10  # operations per second, of one core
 _TRAINING_SHARE: Final = 0.6  # of the time that is left goes to the first training of every recipe
 _EFFORTS: Final = (1.0, 0.5, 0.25, 0.125, 1 / 16, 1 / 32)
 _OVERHEAD: Final = 1.3  # validation and checkpoints, per second of training steps
-_LEAST_STEPS: Final = 20
 _PROBE_STEPS: Final = 12
 _NOT_LIKED: Final = ("neutral", "skipped", "disliked")
 _LOGGED_SHARE: Final = 0.5  # of the exposures: with fewer logged propensities, all are estimated
@@ -157,7 +153,7 @@ def place_of(root: Path, name: str) -> Path | str:
     """Where a fit in ``root`` has a contender: its directory, or its name if it is a baseline, which needs none."""
     if name in BASELINES:
         return name
-    return root / (fit_recipes.FACTORS if name == fit_recipes.FACTORS else f"{RUNS}/{name}")
+    return root / (fit_recipes.FACTORS if name == fit_recipes.FACTORS else f"{fit_recipes.RUNS}/{name}")
 
 
 class Road:
@@ -275,7 +271,7 @@ class Road:
         self._asked[name] = recipe, changed or {}
         if self._key(name) in self.plan.failed or (recipe.after and self._key(recipe.after) in self.plan.failed):
             return False
-        out, files = self.root / RUNS / name, self._files(recipe)
+        out, files = self.root / fit_recipes.RUNS / name, self._files(recipe)
         options = {**self.options_of(recipe), **(changed or {})}
         flags = [("config", file) for file in files] + [*options.items(), ("out", out)]
         words = ["train", *(word for name, value in flags for word in (f"--{name}", value))]
@@ -312,7 +308,7 @@ class Road:
         Returns:
             Whether there is a tilted run.
         """
-        out = self.root / RUNS / f"{TILTED}{base}"
+        out = self.root / fit_recipes.RUNS / f"{TILTED}{base}"
         if self.plan.seconds_of(out) is None:  # else it was tried, and perhaps no temperature is better
             cache = self.root / BASELINES_DIRECTORY if base in self.named else None
             how: dict[str, Any] = {"k": self.options.k, "temperature": temperature}
@@ -355,9 +351,9 @@ class Road:
     @property
     def seconds_again(self) -> float:
         """Seconds to make a contender again: preparation, reward model, pre-training and the longest other training."""
-        shared = (self.root / PREPARE, self.root / fit_recipes.FACTORS, self.root / RUNS / fit_recipes.PRETRAIN)
-        others = (self.root / RUNS / name for name in self._asked if name != fit_recipes.PRETRAIN)
-        seconds, longest = ([self.plan.seconds_of(out) or 0.0 for out in outs] for outs in (shared, others))
+        shared = (PREPARE, fit_recipes.FACTORS, f"{fit_recipes.RUNS}/{fit_recipes.PRETRAIN}")
+        others = (f"{fit_recipes.RUNS}/{name}" for name in self._asked if name != fit_recipes.PRETRAIN)
+        seconds, longest = ([self.plan.seconds_of(self.root / one) or 0.0 for one in outs] for outs in (shared, others))
         return sum(seconds) + max(longest, default=0.0)
 
     def measure(self, name: str) -> Evaluated:
@@ -416,13 +412,13 @@ class Road:
 
     def run_of(self, name: str) -> Run | None:
         """The run of this name; None of a baseline and of the reward model."""
-        root = self.root / RUNS / name
+        root = self.root / fit_recipes.RUNS / name
         return Run.open(root) if (root / Run.FINISHED).is_file() else None
 
     def _contender(self, name: str) -> Contender:
-        made = partial(baseline, data=self.data, options=self.baseline_options, cache=self._baseline_cache)
-        options = ModelOptions(device=self.options.device)
-        (found,) = contenders_of([place_of(self.root, name)], self.data, [self.options.k], options, made)
+        named, models = [place_of(self.root, name)], ModelOptions(device=self.options.device)
+        options, cache = self.baseline_options, self._baseline_cache
+        (found,) = contenders_of(named, self.data, [self.options.k], models, options, cache)
         return found
 
     @property
@@ -483,8 +479,10 @@ class Road:
         for name in (fit_recipes.PRETRAIN, fit_recipes.PRETRAIN_RANKING, fit_recipes.MPO, fit_recipes.MPO_MODEL):
             if name in wanted:
                 clock, recipe = _Clock(), fit_recipes.RECIPES[name]
-                options = self.options_of(recipe, start=probes / fit_recipes.PRETRAIN)
+                options = self.options_of(recipe)
                 options |= {"trainer.max_steps": _PROBE_STEPS, "trainer.limit_val_batches": 1}
+                if recipe.after is not None:
+                    options["init_from"] = probes / recipe.after
                 try:
                     self._train(probes / name, self._files(recipe), options, [clock])
                 except RecpoError as error:  # it starts from a policy of a few steps; those that it took are timed
@@ -492,9 +490,9 @@ class Road:
                         raise
                 seconds[name] = clock.seconds
         shutil.rmtree(probes, ignore_errors=True)
-        shared, counts = seconds[fit_recipes.PRETRAIN], counts_of(self.data)
+        shared = seconds[fit_recipes.PRETRAIN]
         return {
-            name: _OVERHEAD * seconds.get(name, shared) * _full_length(fit_recipes.RECIPES[name], counts)
+            name: _OVERHEAD * seconds.get(name, shared) * fit_recipes.RECIPES[name].full_length(self._counts)
             for name in wanted
         }
 
@@ -505,61 +503,31 @@ class Road:
             names.append(_WITH_FEATURES)
         return [configurations() / f"{name}.yaml" for name in names]
 
-    def options_of(self, recipe: fit_recipes.Recipe, start: Path | None = None) -> dict[str, Any]:
+    def options_of(self, recipe: fit_recipes.Recipe) -> dict[str, Any]:
         """The options of a recipe that differ from its configurations, by dotted name.
 
         Args:
             recipe: what is trained; at its full length, while no effort is decided.
-            start: the run that it starts from; None = that of ``recipe.after``.
         """
         options: dict[str, Any] = {"data.prepared": self.data.root, "seed": self.options.seed}
         options["data.seed"] = self.options.seed
-        if recipe.after is not None:
-            options["init_from"] = start or self.root / RUNS / recipe.after
-        else:
+        if recipe.after is None:
             # pre-training reads what there is; the configuration of the reward model reads everything
             reads_all = recipe.sizes is None
             changed = {name: has for name, has in self.sides.items() if has != reads_all}
             options |= {f"policy.init_args.{name}": str(has).lower() for name, has in changed.items()}
             if reads_all and not self.data.feature_schema.item:
                 options["policy.init_args.item_features"] = "null"
-        if recipe.reward == fit_recipes.FACTORS:
-            options["reward.init_args.factors"] = self.root / fit_recipes.FACTORS
-        if recipe.reward == fit_recipes.REWARD_MODEL:
-            arguments = {"run": str(self.root / RUNS / fit_recipes.REWARD_MODEL), "calibrated": False}
-            options["reward"] = json.dumps({"class_path": "LearnedReward", "init_args": arguments})
-        return {**options, **recipe.changed, **self._sized(recipe)}
+        return {**options, **recipe.options(self.root, self._counts, self.plan.effort or 1.0)}
 
-    def _sized(self, recipe: fit_recipes.Recipe) -> dict[str, Any]:
-        """The options that follow from the size of the log and the budget."""
-        if recipe.sizes is None:
-            return {}
-        counts = counts_of(self.data)
-        sizes = sizes_of(recipe.sizes, counts)
-        share = self.plan.effort or 1.0
-        options: dict[str, Any] = {"data.batch_size": sizes.batch_size, "trainer.max_epochs": sizes.epochs}
-        if recipe.after is None:
-            options |= {"policy.init_args.dim": sizes.dim, "policy.init_args.max_history": sizes.max_history}
-        if recipe.sizes == "ranking":
-            options |= {"policy.init_args.layers": sizes.layers, "policy.init_args.dropout": sizes.dropout}
-            options |= {"weight_averaging.decay": sizes.averaging_decay, "patience": sizes.patience}
-        elif recipe.after is None:
-            options["policy.init_args.attention_length"] = sizes.history_length
-        longest = sizes.max_history if recipe.sizes == "mpo" else sizes.history_length
-        options["data.layout.init_args.history_length"] = longest
-        most = sizes.max_steps if share >= 1 else max(_LEAST_STEPS, round(share * _full_length(recipe, counts)))
-        return options if most is None else {**options, "trainer.max_steps": most}
+    @cached_property
+    def _counts(self) -> LogCounts:
+        return counts_of(self.data)
 
     def _train(
         self, out: Path, files: Sequence[Path], options: Mapping[str, Any], callbacks: Sequence[Callback] = ()
     ) -> None:
         continued(out, config=list(files), callbacks=callbacks, progress=self.options.progress, **options)
-
-
-def _full_length(recipe: fit_recipes.Recipe, counts: LogCounts) -> int:
-    """Optimizer steps of a recipe; one with patience stops after about half of its epochs."""
-    steps = sizes_of(recipe.sizes or "gbpo", counts).steps
-    return steps // 2 if recipe.sizes == "ranking" else steps
 
 
 def _memory() -> int:

@@ -103,7 +103,7 @@ def search(road: Road, reserve: float) -> list[str]:
     study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading)))
     found: list[str] = []
     number = 0
-    longest = road.plan.seconds_of(road.root / fit_road.RUNS / leading) or 0.0
+    longest = road.plan.seconds_of(road.root / fit_recipes.RUNS / leading) or 0.0
     while number < (_MOST_TRIALS if road.plan.trials is None else road.plan.trials):
         if road.plan.trials is None and road.left - reserve < 1.2 * longest:
             break

@@ -1,27 +1,25 @@
 """The verb ``init``: inspects the files of a log and writes configurations for it."""
 
-import json
+import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+import yaml
 
+from recpo.artifacts.documents import as_configuration
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
 from recpo.log.files import find_files
-from recpo.log.inspection import Inspection, inspect_log
-from recpo.log.recognition import Recognition
-from recpo.log.schema import PRESETS, Columns, FlagColumn, LogColumns
+from recpo.log.inspection import Choice, Inspection, inspect_log
+from recpo.log.schema import PRESETS, Columns, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
-from recpo.training.sizes import sizes_of
-from recpo.verbs.verb import PYTHON_ONLY, Verb, function_of
-
-_PREPARE, _PRETRAIN = "prepare.yaml", "pretrain.yaml"
+from recpo.verbs.fit_recipes import FACTORS, GBPO, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
+from recpo.verbs.verb import PYTHON_ONLY, Verb, configurations, function_of
 
 
 @dataclass(frozen=True)
@@ -69,20 +67,20 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
         RecpoError: a question is open, or a file exists.
     """
     _validate_answered(found)
-    steps = ["pretrain", *found.objectives]
-    files = {"prepare": out / _PREPARE, **{step: out / f"{step}.yaml" for step in steps}}
+    steps = [PRETRAIN, *found.objectives]
+    files = {step: out / f"{step}.yaml" for step in ("prepare", *steps)}
     if existing := [str(file) for file in files.values() if file.exists()]:
         raise RecpoError(
             f"{', '.join(existing)} exists already: remove it, or choose another --out; nothing written",
             code="exists",
             field="out",
         )
-    texts = {"prepare": _prepare_text(found, files), **{step: _training_text(found, step, files) for step in steps}}
+    texts = {"prepare": _prepare_text(found, out), **{step: _training_text(found, step, out) for step in steps}}
     for step, file in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         with output_file(file, overwrite=False) as whole:
             whole.write_text(texts[step], encoding="utf-8")
-    return replace(found, written=files, commands=tuple(_commands(files)))
+    return replace(found, written=files, commands=tuple(_commands(out, steps)))
 
 
 def preparation_of(found: Inspection) -> dict[str, Any]:
@@ -98,7 +96,7 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
     chosen: dict[str, Any] = {"log": log, "preset": found.preset, "csv": found.sample.form}
     if found.label.column is not None:
         columns = replace(columns, label=found.label.column)
-    if _differs_from_preset(found):
+    if found.behaviors and found.preset == "plain":
         chosen["behaviors"] = dict(found.behaviors)
     if found.outcome_rows:
         chosen["outcome_rows"] = True
@@ -119,51 +117,49 @@ def _validate_answered(found: Inspection) -> None:
         )
 
 
-def _paths(out: Path) -> dict[str, str]:
-    """Output directories of the commands, beside the configurations."""
-    runs = ("pretrain", "mpo", "gbpo", "evaluation", "bundle")
-    paths = {"prepared": out / "prepared", "factors": out / "factors", **{name: out / "runs" / name for name in runs}}
-    return {name: str(path) for name, path in paths.items()}
+def _prepare_text(found: Inspection, out: Path) -> str:
+    """The options of ``preparation_of``, with the reasons for them as comments."""
+    options, counts, about = preparation_of(found), found.counts, "" if found.counts.is_whole else "about "
+    size = f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items"
+    readme = "data/README.md has the columns and their units"
+    lines = [
+        f"# The log, as recpo init read it: {size}.",
+        "#",
+        f"#   recpo prepare --config {out / 'prepare.yaml'}",
+        "#",
+        f"# Every key is an option of `recpo prepare` (see recpo prepare --help); {readme}.",
+        "",
+        f"log: {_yaml(options['log'])}",
+        f"out: {_yaml(out / PREPARED)}",
+    ]
+    if found.preset != "plain":
+        lines.append(f"preset: {found.preset}")
+    if csv := {name: value for name, value in vars(options["csv"]).items() if value is not None}:
+        lines.append(f"csv: {_yaml(csv)}")
+    lines += [
+        "\ncolumns:                      # standard name: name in the log",
+        *_column_lines(found, options["columns"]),
+    ]
+    lines.append(_class_entry("label", found.label))
+    if "outcome_rows" in options:
+        followed = "# an exposure and what followed are one event: the one with the highest label"
+        lines.append(f"outcome_rows: true            {followed}")
+    lines.append(_class_entry("split", found.split))
+    if "behaviors" in options:
+        lines.append(f"\nbehaviors: {_yaml(options['behaviors'])}")
+    for side, file in found.tables.items():
+        known = "what is known of them goes into their vectors (docs/features.md)"
+        lines += [f"\n# A table with one row for each {side}: {known}.", f"# {side}s: {_yaml(file)}"]
+    if unread := [name for name in found.unused if name != found.label.column]:
+        lines.append(f"\n# Columns that are not read: {_comment(', '.join(unread))}")
+    return "\n".join(lines) + "\n"
 
 
-def _render(template: str, **values: Any) -> str:
-    environment = Environment(
-        loader=PackageLoader("recpo.verbs", "templates"),
-        autoescape=False,  # YAML: every value from the log was quoted before
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(**values)
-
-
-def _prepare_text(found: Inspection, files: Mapping[str, Path]) -> str:
-    counts, label = found.counts, found.label
-    about = "" if counts.is_whole else "about "
-    unknown = [name for name in found.unused if name != label.column]
-    return _render(
-        "prepare.yaml.jinja",
-        events=f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items",
-        files={step: str(file) for step, file in files.items()},
-        paths={name: _quoted(path) for name, path in _paths(files["prepare"].parent).items()},
-        log=_quoted(_log_of(found)),
-        preset=found.preset,
-        csv=_csv_entries(found.sample.form),
-        columns=_column_lines(found),
-        label=_class_entry(label.class_name, label.init_args),
-        label_why=_comment(label.why),
-        outcome_rows=found.outcome_rows,
-        split=_class_entry(found.split.class_name, found.split.init_args),
-        split_why=_comment(found.split.why),
-        behaviors=_quoted(dict(found.behaviors)) if _differs_from_preset(found) else None,
-        tables={side: _quoted(file) for side, file in found.tables.items()},
-        unused=_comment(", ".join(unknown)),
-    )
-
-
-def _differs_from_preset(found: Recognition) -> bool:
-    return bool(found.behaviors) and found.preset == "plain"
+def _class_entry(name: str, choice: Choice) -> str:
+    """A label or split below its reason."""
+    options = choice.init_args
+    value = {"class_path": choice.class_name, "init_args": options} if options else choice.class_name
+    return f"\n# {_comment(choice.why)}\n{name}: {_yaml(value)}"
 
 
 def _log_of(found: Inspection) -> str | list[str]:
@@ -174,64 +170,60 @@ def _log_of(found: Inspection) -> str | list[str]:
     return files[0] if len(files) == 1 else files
 
 
-def _csv_entries(form: CsvFormat) -> dict[str, str]:
-    entries = {"delimiter": form.delimiter, "names": None if form.names is None else list(form.names)}
-    return {name: _quoted(value) for name, value in entries.items() if value is not None}
-
-
-def _column_lines(found: Inspection) -> list[str]:
+def _column_lines(found: Inspection, columns: Columns) -> list[str]:
     """A line for every column and unit, with its evidence. Settings of the preset are not repeated."""
-    preset = PRESETS[found.preset]
-    entries: list[tuple[str, str | FlagColumn, str]] = []
-    for one in found.findings:
-        entries.append((one.role, one.source, one.evidence))
-    if (column := found.label.column) is not None:
-        entries.append((LogColumns.LABEL, column, found.label.why))
-    units = ("time_unit", "watch_time_unit", "duration_unit")
-    entries += [(name, unit, "") for name in units if (unit := getattr(found.columns, name)) is not None]
-    kept = [entry for entry in entries if found.preset == "plain" or getattr(preset, entry[0]) != entry[1]]
-    lines = [(f"{name}: {_quoted(value)}", why) for name, value, why in kept or entries]
-    width = max(len(text) for text, _ in lines) + 2
-    return [f"{text:<{width}}# {_comment(why)}" if why else text for text, why in lines]
+    evidence = {one.role: one.evidence for one in found.findings}
+    if found.label.column is not None:
+        evidence[LogColumns.LABEL] = found.label.why
+    entries = {name: value for name, value in vars(columns).items() if value is not None}
+    own = {name: value for name, value in entries.items() if getattr(PRESETS[found.preset], name) != value}
+    kept = entries if found.preset == "plain" else own or entries
+    width = max(len(f"{name}: {_yaml(value)}") for name, value in kept.items()) + 2
+    lines = []
+    for name, value in kept.items():
+        text, why = f"{name}: {_yaml(value)}", evidence.get(name)
+        lines.append(f"  {text:<{width}}# {_comment(why)}" if why else f"  {text}")
+    return lines
 
 
-def _training_text(found: Inspection, step: str, files: Mapping[str, Path]) -> str:
-    sizes = sizes_of(step, found.counts)
-    if step == "gbpo":
-        sizes = replace(sizes, dim=sizes_of("pretrain", found.counts).dim)
-    watched = found.label.class_name == "WatchQuantiles"
-    return _render(
-        f"{step}.yaml.jinja",
-        files={name: str(file) for name, file in files.items()},
-        paths={name: _quoted(path) for name, path in _paths(files["prepare"].parent).items()},
-        sizes=sizes,
-        why=_comment(found.objectives.get(step, "")),
-        aligned=step != "pretrain",
-        positive_fraction="0.25               # +1 in the top quarter of the step's labels, -1 disliked, else 0"
-        if watched
-        else "null               # +1 positive by the log's own definition, -1 disliked, else 0",
-    )
+def _training_text(found: Inspection, step: str, out: Path) -> str:
+    """The configuration of recpo's own for this step, with the sizes that ``fit`` takes for such a log."""
+    recipe = RECIPES[step]
+    options = {"out": out / RUNS / step, **recipe.options(out, found.counts), "data.prepared": out / PREPARED}
+    if step == GBPO and found.label.class_name != "WatchQuantiles":
+        options["advantage.init_args.positive_fraction"] = None
+    text = (configurations() / f"{recipe.configs[0]}.yaml").read_text(encoding="utf-8")
+    for name, value in reversed(options.items()):
+        text = _with_option(text, name, value)
+    title, body = text.partition("\n")[0], text[text.index("\n\n") :]
+    lines = [title, *(f"# {_comment(why)}" for name, why in found.objectives.items() if name == step), "#"]
+    if recipe.reward is not None:
+        lines.append(f"#   recpo factorize --prepared {out / PREPARED} --out {out / FACTORS}")
+    lines += [f"#   recpo train --config {out / step}.yaml", "#"]
+    lines += ["# Every key is an option of `recpo train` (see recpo train --help); a flag after --config overrides it."]
+    return "\n".join(lines) + body
 
 
-def _class_entry(name: str, options: Mapping[str, Any]) -> str:
-    return name if not options else f"{{class_path: {name}, init_args: {_quoted(dict(options))}}}"
+def _with_option(text: str, name: str, value: Any) -> str:
+    """A configuration in which the option of a dotted name has this value; its comments stay."""
+    *groups, last = name.split(".")
+    node = yaml.compose(text)
+    for group in groups:
+        node = {key.value: inner for key, inner in node.value}[group]
+    start, entries = node.start_mark, {key.value: inner for key, inner in node.value}
+    if (there := entries.get(last)) is not None:
+        return text[: there.start_mark.index] + _yaml(value) + text[there.end_mark.index :]
+    return f"{text[: start.index]}{last}: {_yaml(value)}\n{' ' * start.column}{text[start.index :]}"
 
 
-def _quoted(value: Any) -> str:
-    """A value as YAML: JSON, which is also YAML, or a plain word."""
-    if isinstance(value, str) and value.replace("_", "").replace("/", "").replace(".", "").isalnum():
-        plain = value.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
-        if plain and not value.replace(".", "").replace("_", "").isdigit() and value[0] not in "./0123456789":
-            return value
-    if isinstance(value, FlagColumn):
-        value = {"column": value.column, "equals": value.equals}
-    if isinstance(value, dict) and all(key.isidentifier() for key in value):
-        parts = {
-            key: _quoted(one) if isinstance(one, FlagColumn) else json.dumps(one, ensure_ascii=False)
-            for key, one in value.items()
-        }
-        return "{" + ", ".join(f"{key}: {text}" for key, text in parts.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
+def _yaml(value: Any) -> str:
+    """A value in one line of YAML."""
+    style: dict[str, Any] = {"default_flow_style": True, "allow_unicode": True, "sort_keys": False, "width": math.inf}
+    plain = as_configuration(value)
+    text = yaml.safe_dump(plain, **style)
+    if len(text.removesuffix("...\n").splitlines()) > 1:  # line breaks in a name
+        text = yaml.safe_dump(plain, default_style='"', **style)
+    return text.removesuffix("...\n").strip()
 
 
 def _comment(text: str) -> str:
@@ -239,25 +231,21 @@ def _comment(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-def _commands(files: Mapping[str, Path]) -> list[str]:
+def _commands(out: Path, steps: Sequence[str]) -> list[str]:
     """The commands to run, in order, from the log to recommendations."""
-    paths = _paths(files["prepare"].parent)
-    train = [["recpo", "train", "--config", str(files[step])] for step in files if step != "prepare"]
-    fit = ["recpo", "factorize", "--prepared", paths["prepared"], "--out", paths["factors"]]
-    runs = [paths[step] for step in files if step != "prepare"]
-    served = runs[1] if len(runs) > 1 else runs[0]
-    compared = ["--contenders", *runs]
-    histories, lists = f"{paths['prepared']}/histories.parquet", str(Path(paths["bundle"]).parent / "lists.parquet")
-    listed = [
-        ["recpo", "prepare", "--config", str(files["prepare"])],
-        train[0],
-        *([fit] if "mpo" in files else []),
-        *train[1:],
-        ["recpo", "evaluate", "--prepared", paths["prepared"], *compared, "--out", paths["evaluation"]],
-        ["recpo", "export", "--run", served, "--out", paths["bundle"]],
-        [*("recpo", "recommend", "--source", paths["bundle"], "--histories", histories, "--out", lists), "--show", "3"],
+    prepared, bundle, runs = out / PREPARED, out / RUNS / "bundle", [out / RUNS / step for step in steps]
+    pretrain, *aligned = (["train", "--config", out / f"{step}.yaml"] for step in steps)
+    listed: list[list[object]] = [["prepare", "--config", out / "prepare.yaml"], pretrain]
+    if MPO in steps:
+        listed.append(["factorize", "--prepared", prepared, "--out", out / FACTORS])
+    listed += [
+        *aligned,
+        ["evaluate", "--prepared", prepared, "--contenders", *runs, "--out", out / RUNS / "evaluation"],
+        ["export", "--run", runs[1] if aligned else runs[0], "--out", bundle],
+        ["recommend", "--source", bundle, "--histories", prepared / "histories.parquet"],
     ]
-    return [shlex.join(words) for words in listed]
+    listed[-1] += ["--out", out / RUNS / "lists.parquet", "--show", 3]
+    return [shlex.join(["recpo", *map(str, words)]) for words in listed]
 
 
 init = function_of(Init)

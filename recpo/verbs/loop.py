@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import pandas as pd
 
 from recpo import __version__
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.documents import as_configuration, read_yaml
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import MAX_SEED, PositiveInt, RecpoError, validate_range
 from recpo.evaluation.html_report import svg
@@ -22,7 +22,7 @@ from recpo.evaluation.html_report.parts import Cell, Row, Table, render
 from recpo.evaluation.html_report.svg import Figure
 from recpo.serving.bundle import Bundle
 from recpo.verbs.loop_rounds import BUNDLE, SEEDS_PER_LOOP, Round, RoundOptions, make_round, round_directory
-from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of, resumable_directory
+from recpo.verbs.verb import PYTHON_ONLY, RESOLVED, ResumableVerb, function_of
 from recpo.worlds.replay import validate_files
 
 LOOP: Final = "loop.json"
@@ -34,16 +34,16 @@ _LEAST_DAYS: Final = 3  # for training, validation and test
 
 @dataclass(frozen=True)
 class LoopResult(Artifact):
-    """Rounds of the loop, on disk.
+    """Rounds of the loop, on disk, all of them or those that were finished.
 
     Attributes:
-        root: the directory: ``rounds/NN/``, ``loop.json`` and ``report.html``.
-        options: the options of the loop.
+        root: the directory: ``rounds/NN/``, ``resolved.yaml``, ``loop.json`` and ``report.html``.
+        options: the options of the loop (``resolved.yaml``).
         rounds: the completed rounds, in order.
     """
 
     kind: ClassVar = "loop"
-    version: ClassVar = 3
+    version: ClassVar = 4
     made_by: ClassVar = "recpo loop"
 
     root: Path
@@ -51,15 +51,11 @@ class LoopResult(Artifact):
     rounds: tuple[Round, ...]
 
     @classmethod
-    def open(cls, root: Path | str) -> LoopResult:
-        """Opens a directory that ``loop`` wrote, finished or not.
-
-        Raises:
-            RecpoError: it is not a loop, has another version, or is damaged.
-        """
+    def _read(cls, root: Path) -> Self:
         content = cls.facts_of(root)
         try:
-            return cls(Path(root), content["options"], tuple(Round.from_json(one) for one in content["rounds"]))
+            rounds = tuple(Round.from_json(one) for one in content["rounds"])
+            return cls(root, read_yaml(root / RESOLVED, cls.remedy()), rounds)
         except (KeyError, TypeError) as error:
             raise RecpoError(f"{root} is damaged ({error}): {cls.remedy()}", code="damaged", field=LOOP) from error
 
@@ -108,20 +104,20 @@ class LoopResult(Artifact):
 
     def write(self) -> None:
         """Writes ``loop.json``, then the report of it."""
-        rounds = [dataclasses.asdict(one) for one in self.rounds]
-        self.write_facts(self.root, {"options": dict(self.options), "rounds": rounds})
+        self.write_facts(self.root, {"rounds": [dataclasses.asdict(one) for one in self.rounds]})
         with output_file(self.root / REPORT) as working:
             working.write_text(loop_report(self), encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Loop(RoundOptions, WritingVerb[LoopResult]):
+class Loop(RoundOptions, ResumableVerb[LoopResult]):
     """Closes the loop on simulated users: each round trains a policy on the impressions of earlier policies.
 
     Round 0 simulates a world with its log, prepares it, trains a policy, exports it as a bundle and evaluates it. In
     every further round, the bundle of the previous round first serves the users for a day. The log so far, including
     that day, is then prepared, trained on, and so on. The loop writes ``out/rounds/NN/{log, prepared, factors, runs,
-    bundle, evaluation}``, ``out/loop.json`` with all numbers, and ``out/report.html``. Equal arguments give equal
+    bundle, evaluation}``, ``out/loop.json`` with all numbers, ``out/resolved.yaml`` with the options, and
+    ``out/report.html``. Equal arguments give equal
     numbers, also if a loop was killed and resumed.
 
     The last day of a log is the test period and the day before it the validation period, so a day is trained on two
@@ -133,14 +129,14 @@ class Loop(RoundOptions, WritingVerb[LoopResult]):
     """
 
     first_day: ClassVar = ("out", "recipe", "rounds", "world", "exploration", "tilt", "seed", "resume")
+    artifact: ClassVar = LoopResult
+    may_change: ClassVar = ("rounds", "out", "trust")
 
     out: Path | str
     """directory to create"""
     _: KW_ONLY
     rounds: PositiveInt = 8
     """number of served days, besides round 0; a resumed loop may have more"""
-    resume: bool = False
-    """resume a loop in ``out`` that was created with the same options; if there is none, start it"""
     on_round: Callable[[Round], None] | None = field(default=None, metadata=PYTHON_ONLY)
     """called with every completed round"""
 
@@ -151,19 +147,14 @@ class Loop(RoundOptions, WritingVerb[LoopResult]):
         rule = f"must be at least {_LEAST_DAYS}: train, validation, test"
         validate_range(self.days >= _LEAST_DAYS, "days", rule, self.days)
 
+    def recorded(self) -> dict[str, Any]:
+        """The options, with what the files of the recipe say now."""
+        return {**super().recorded(), "recipe": as_configuration(self.configs)}
+
     def execute(self) -> LoopResult:
         """Makes the missing rounds, one after the other; every complete one is kept."""
-        root, options = Path(self.out), self.settings
-        begun = LoopResult.open(root).options if self.resume and kind_of(root) == "loop" else None
-        with resumable_directory(
-            root,
-            kind="loop",
-            begun=begun,
-            options=options,
-            more="rounds",
-            start=lambda working: LoopResult.write_facts(working, {"options": options, "rounds": []}),
-            overwrite=self.overwrite,
-        ):
+        root = Path(self.out)
+        with self.directory(root, start=lambda working: LoopResult.write_facts(working, {"rounds": []})):
             done = LoopResult.open(root)
             for number in range(len(done.rounds), self.rounds + 1):
                 made = make_round(root, number, self)
@@ -221,12 +212,12 @@ def loop_report(done: LoopResult) -> str:
 
 
 def _subtitle(options: Mapping[str, Any], rounds: Sequence[Round]) -> str:
-    parameters, exploration = options["parameters"], options["exploration"]
+    exploration = options["exploration"]
     served = "the best items" if exploration is None else f"exploration {json.dumps(exploration)}"
     logged = "with" if options["log_propensities"] else "without"
     return (
-        f"world {options['world']}, seed {options['seed']}: {parameters['users']:,} users, {parameters['items']:,} "
-        f"items, {parameters['events']:,} events over {parameters['days']} days, then {max(0, len(rounds) - 1)} days "
+        f"world {options['world']}, seed {options['seed']}: {options['users']:,} users, {options['items']:,} "
+        f"items, {options['events']:,} events over {options['days']} days, then {max(0, len(rounds) - 1)} days "
         f"served by {served}, {logged} logged propensities"
     )
 

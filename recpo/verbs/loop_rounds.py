@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -206,28 +205,6 @@ class RoundOptions(WorldOptions):
     def run_names(self) -> list[str]:
         """Directories of the runs: number and objective of every configuration."""
         return [f"{number}-{_objective(config)}" for number, config in enumerate(self.configs)]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Every option that a number depends on, as JSON values.
-
-        Raises:
-            RecpoError: one is not a plain value.
-        """
-        parameters = {one.name: getattr(self, one.name) for one in dataclasses.fields(SimulationParameters)}
-        plain = ("world", "log_propensities", "k", "repeat_after", "tilt", "warm_start", "warm_epochs")
-        content: dict[str, Any] = {name: getattr(self, name) for name in plain}
-        content |= {"seed": parameters.pop("seed"), "parameters": parameters, "recipe": self.configs}
-        content["matrix"] = None if self.matrix is None else str(self.matrix)
-        content["exploration"] = None if self.exploration is None else dataclasses.asdict(self.exploration)
-        content["reward"] = dataclasses.asdict(_LOGGED)
-        try:
-            text = json.dumps(content, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise RecpoError(
-                f"loop: an option is not a plain value ({error}): name classes by their class_path", code="wrong_type"
-            ) from error
-        return dict(json.loads(text))
 
 
 def make_round(root: Path, number: int, options: RoundOptions) -> Round:

@@ -140,7 +140,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
             return _contender(source, self.prepared)
         kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
         if isinstance(source, Bundle) or (isinstance(source, str | PathLike) and kind not in ("run", "factors")):
-            bundle = source if isinstance(source, Bundle) else Bundle.open(source, self.engine, provider=self.provider)
+            bundle = Bundle.open(source, self.engine, provider=self.provider)
             return Server(bundle.runtime, bundle.reader, bundle.filters)
         from recpo.rewards.factors import Factors  # a bundle can be served without torch and lightning
         from recpo.training.run import Run

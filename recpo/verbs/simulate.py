@@ -133,7 +133,7 @@ class Simulate(WorldOptions, WritingVerb[Simulation]):
     def _serve(self, policy: Path | str | Bundle, worlds: Sequence[Simulation]) -> Simulation:
         self._validate_world(worlds[0])
         validate_files("simulate", "default", self._files)  # the world that continues has its files
-        bundle = policy if isinstance(policy, Bundle) else Bundle.open(policy)
+        bundle = Bundle.open(policy)
         users = None if worlds[0].users is None else pq.read_table(worlds[0].users)
         service = BundleService(bundle, self.exploration or BEST, users)
         service.validate(worlds[0].truth, self.repeat_after)
@@ -185,7 +185,7 @@ def _opened(after: Path | str | Simulation | Sequence[Path | str | Simulation]) 
         raise RecpoError(
             "simulate: after is an empty list, expected the world to continue", field="after", code="empty"
         )
-    return [one if isinstance(one, Simulation) else Simulation.open(one) for one in named]
+    return [Simulation.open(one) for one in named]
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
 
     def execute(self) -> tilting.TiltResult:
         """Tries every temperature on the validation period, then writes the run."""
-        data, named = None if self.prepared is None else Prepared.open(self.prepared), self.factors
-        factors = None if self._by_baseline else named if isinstance(named, Factors) else Factors.open(named)
+        data = None if self.prepared is None else Prepared.open(self.prepared)
+        factors = None if self._by_baseline else Factors.open(self.factors)
         base = self._base(data, factors)
         by = self._by(data, factors)
         used: tilting.Criterion | None = None

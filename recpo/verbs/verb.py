@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, ParamSpec, Type
 import yaml
 
 import recpo
-from recpo.artifacts.checksums import Kind
-from recpo.artifacts.documents import as_configuration
+from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.documents import as_configuration, read_yaml
 from recpo.artifacts.outputs import directory_of_steps, output_file
 from recpo.base.errors import Interrupted, RecpoError, validate_ranges
 from recpo.verbs.tracking import run_tracked
@@ -32,6 +33,8 @@ T = TypeVar("T")
 PYTHON_ONLY: Mapping[str, Any] = {"python_only": True}
 #: Options that say how to treat an earlier result or the terminal; they change no result and are not recorded.
 UNRECORDED = ("overwrite", "progress", "resume")
+#: The file of the recorded options in a directory that a verb wrote.
+RESOLVED: Final = "resolved.yaml"
 _CLASS: Final = "class_path"
 
 
@@ -106,49 +109,61 @@ class WritingVerb(Verb[R_co]):
     """show progress bars on a terminal"""
 
 
-@contextmanager
-def resumable_directory(
-    root: Path,
-    *,
-    kind: Kind,
-    begun: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-    more: str,
-    start: Callable[[Path], object],
-    overwrite: bool,
-    inputs: Iterable[object] = (),
-) -> Iterator[None]:
-    """A directory that a verb fills step by step, and continues with the same options after it was stopped.
+@dataclass(frozen=True, kw_only=True)
+class ResumableVerb(WritingVerb[R_co]):
+    """A verb that fills its directory step by step, and continues with the same options after it was stopped."""
 
-    Args:
-        root: the directory.
-        kind: what it will be.
-        begun: the options that it was started with; None = it is new.
-        options: those of this call.
-        more: the option that may be larger when it continues.
-        start: writes the first files of a new directory.
-        overwrite: replace a directory of the same kind.
-        inputs: files and directories that are read meanwhile.
+    #: What the directory becomes.
+    artifact: ClassVar[type[Artifact]]
+    #: Options that may differ when it continues; the first of them may be more.
+    may_change: ClassVar[tuple[str, ...]]
 
-    Raises:
-        RecpoError: it was started with other options, may not be created or replaced, or another process fills it.
-        Interrupted: training was stopped; the message says how the verb continues.
-    """
-    stands = options if begun is None else begun
-    if changed := sorted(name for name in {*options, *stands} if options.get(name) != stands.get(name)):
-        raise RecpoError(
-            f"{root} was started with other options: {', '.join(changed)} differ. Resume it with the same ones "
-            f"({more} may be more), or choose another output",
-            code="conflicting_options",
-            field=changed[0],
-        )
-    begin = start if begun is None else None
-    with directory_of_steps(root, kind=kind, overwrite=overwrite, start=begin, inputs=inputs):
-        try:
-            yield
-        except Interrupted as error:
-            message = f"stopped; {root} continues with the same options and --resume true"
-            raise Interrupted(message, error.status) from error
+    resume: bool = False
+    """continue what ``out`` has, which was started with the same options; if there is nothing, start it"""
+
+    @contextmanager
+    def directory(
+        self, root: Path, *, start: Callable[[Path], object] = lambda working: None, inputs: Iterable[object] = ()
+    ) -> Iterator[bool]:
+        """The directory, which no other process may fill meanwhile; its ``resolved.yaml`` has the options.
+
+        Args:
+            root: the directory.
+            start: writes the other first files of a new directory.
+            inputs: files and directories that are read meanwhile.
+
+        Yields:
+            Whether it continues.
+
+        Raises:
+            RecpoError: it was started with other options, may not be created or replaced, or another process fills it.
+            Interrupted: training was stopped; the message says how the verb continues.
+        """
+        options, again = self.recorded(), self.resume and kind_of(root) == self.artifact.kind
+        if again:
+            begun = read_yaml(root / RESOLVED, self.artifact.remedy())
+            names = sorted({*options, *begun}.difference(self.may_change))
+            if changed := [name for name in names if options.get(name) != begun.get(name)]:
+                raise RecpoError(
+                    f"{root} was started with other options: {', '.join(changed)} differ. Resume it with the same ones "
+                    f"({self.may_change[0]} may be more), or choose another output",
+                    code="conflicting_options",
+                    field=changed[0],
+                )
+
+        def begin(working: Path) -> None:
+            self.write_resolved(working / RESOLVED)
+            start(working)
+
+        first = None if again else begin
+        with directory_of_steps(root, kind=self.artifact.kind, overwrite=self.overwrite, start=first, inputs=inputs):
+            if again:
+                self.write_resolved(root / RESOLVED)  # with what may change
+            try:
+                yield again
+            except Interrupted as error:
+                message = f"stopped; {root} continues with the same options and --resume true"
+                raise Interrupted(message, error.status) from error
 
 
 def _changes(value: Any, default: Any) -> Any:
@@ -181,10 +196,9 @@ def function_of(verb: Callable[P, Verb[R_co]]) -> Callable[P, R_co]:
 
 
 def configurations(here: Path = Path()) -> Path:
-    """The directory of recpo's own configurations: in a clone, or installed with the package."""
-    return (
-        Path("configs") if (here / "configs" / "pretrain.yaml").is_file() else Path(recpo.__file__).parent / "configs"
-    )
+    """The directory of recpo's own configurations: ``configs`` in a clone, or where the package is installed."""
+    own = Path(recpo.__file__).parent / "configs"
+    return Path("configs") if (here / "configs").resolve() == own.resolve() else own
 
 
 def compute_device(name: str) -> torch.device:

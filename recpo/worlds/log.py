@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -188,13 +188,7 @@ class Simulation(Artifact):
     served: ServedDays | None = None
 
     @classmethod
-    def open(cls, root: Path | str) -> Simulation:
-        """Opens a directory written by ``recpo simulate``.
-
-        Raises:
-            RecpoError: the directory is not a simulation, has another version, or is damaged.
-        """
-        root = Path(root)
+    def _read(cls, root: Path) -> Self:
         cls.facts_of(root)
         if not (root / LOG).is_dir():
             raise RecpoError(f"{root} is damaged ({LOG}/ is missing): {cls.remedy()}", code="damaged", field=LOG)

@@ -14,7 +14,8 @@ import recpo
 from recpo.base.feedback import HIGHEST
 from recpo.cli.main import main
 from recpo.log.inspection import inspect_log
-from recpo.verbs.init import preparation_of
+from recpo.verbs.init import _yaml, preparation_of
+from recpo.verbs.verb import configurations
 from tests.refusals import refused
 
 DAYS, USERS, ITEMS = 12, 30, 25
@@ -171,6 +172,40 @@ def test_what_it_recognizes(log, tmp_path, capfd):
     written = yaml.safe_load((tmp_path / "out" / "prepare.yaml").read_text())
     assert split in str(written["split"])
     assert (found.counts.events, found.counts.users, found.counts.items) == (600, USERS, ITEMS)
+
+
+def test_trainings_are_recpos_own_with_the_paths_and_sizes_of_the_log(tmp_path):
+    out = tmp_path / "out"
+    written = recpo.init(clicks(tmp_path), out).written
+    steps = ("pretrain", "mpo", "gbpo")
+    own = {step: yaml.safe_load((configurations() / f"{step}.yaml").read_text()) for step in steps}
+    own["pretrain"] |= {"out": str(out / "runs/pretrain")}
+    own["pretrain"]["policy"]["init_args"] |= {"dim": 32, "max_history": 50}
+    own["mpo"] |= {"out": str(out / "runs/mpo"), "init_from": str(out / "runs/pretrain")}
+    own["mpo"]["reward"]["init_args"]["factors"] = str(out / "factors")
+    own["gbpo"] |= {"out": str(out / "runs/gbpo"), "init_from": str(out / "runs/pretrain")}
+    own["gbpo"]["advantage"]["init_args"]["positive_fraction"] = None
+    for step, batch, epochs in zip(steps, (8, 16, 8), (12, 8, 3), strict=True):
+        own[step]["data"] |= {"prepared": str(out / "prepared"), "batch_size": batch}
+        own[step]["data"]["layout"]["init_args"]["history_length"] = 50
+        own[step]["trainer"]["max_epochs"] = epochs
+        text = written[step].read_text()
+        assert yaml.safe_load(text) == own[step]
+        assert f"recpo train --config {written[step]}" in text
+    assert "one pass per window" in written["pretrain"].read_text()  # comments stay
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("plain", "on", "007", "+01:00", "", "a: b # c", "two\nlines", "\u2028", "\x85 é 😀", "'\"", None, 3, 0.5),
+        *(["a", "b, c"], {"column": "x\n", "equals": {"cart": 0.5, "buy\r": 1}}, {}),
+    ],
+)
+def test_a_value_is_one_line_of_yaml(value):
+    text = _yaml(value)
+    assert len(f"name: {text}  # why".splitlines()) == 1
+    assert yaml.safe_load(f"name: {text}  # why") == {"name": value}
 
 
 @pytest.mark.parametrize(("log", "shares"), [(listens, {"valid_share": 0.1, "test_share": 0.1}), (sequences, {})])
@@ -435,6 +470,6 @@ def test_a_podcast_log_is_recognized_whole(tmp_path):
     assert (columns.user_id, columns.item_id, columns.timestamp) == ("listener", "episode", "started_at")
     assert (columns.watch_time, columns.duration, columns.dislike) == ("seconds_listened", "episode_minutes", "hidden")
     assert (units, found.doubts, list(found.objectives)) == (("s", "min"), (), ["mpo", "gbpo"])
-    assert 'split: {class_path: TemporalSplit, init_args: {valid_days: 1, test_days: 1, timezone: "+01:00"}}' in (
+    assert "split: {class_path: TemporalSplit, init_args: {valid_days: 1, test_days: 1, timezone: '+01:00'}}" in (
         (tmp_path / "prepare.yaml").read_text(encoding="utf-8")
     )

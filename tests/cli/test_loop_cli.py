@@ -21,7 +21,7 @@ from recpo.lists.exploration import Pool
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.verbs.loop import LoopResult
+from recpo.verbs.loop import Loop, LoopResult
 from recpo.verbs.loop_rounds import (
     BEST,
     NEXT,
@@ -85,14 +85,10 @@ def made_round(number, **changes):
 
 def made_loop(root, rounds=()):
     """A loop on disk whose rounds were never run."""
-    parameters = dataclasses.asdict(recpo.worlds.parameters.SimulationParameters(**WORLD))
-    parameters.pop("seed")
-    options = {"world": "default", "seed": 0, "exploration": None, "log_propensities": True, "k": 10}
-    options |= {"parameters": parameters, "reward": dataclasses.asdict(LoggedReward()), "tilt": None}
-    options |= {"recipe": [PRETRAIN], "warm_start": True, "warm_epochs": None}
-    with output_directory(root, kind="loop"):
-        pass
-    done = LoopResult(root, options, tuple(rounds))
+    verb = Loop(out=root, recipe=[PRETRAIN], **WORLD)
+    with output_directory(root, kind="loop") as working:
+        verb.write_resolved(working / "resolved.yaml")
+    done = LoopResult(root, verb.recorded(), tuple(rounds))
     done.write()
     return done
 
@@ -215,7 +211,7 @@ def test_a_loop_only_replaces_a_loop_and_continues_with_its_own_options(tmp_path
     assert (tmp_path / "loop" / "loop.json").read_bytes() == before
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(PRETRAIN))
     assert main(["loop", f"--out={tmp_path / 'loop'}", f"--recipe=[{tmp_path / 'one.yaml'}]", "--resume=true"]) == 1
-    assert "started with other options: parameters differ" in capsys.readouterr().err
+    assert "started with other options: days, events, items, users differ" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -150,6 +150,7 @@ def test_recommend_takes_held_out_batches(factors, data):
 def test_saved_and_opened_it_is_the_same(factors, histories, tmp_path):
     factors.save(tmp_path / "factors")
     opened = Factors.open(tmp_path / "factors")
+    assert Factors.open(opened) is opened
     assert kind_of(tmp_path / "factors") == "factors"
     assert opened.tensors.keys() == factors.tensors.keys()
     assert all(torch.equal(opened.tensors[name], tensor) for name, tensor in factors.tensors.items())
