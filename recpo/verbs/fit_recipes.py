@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from recpo.log.inspection import LogCounts
+from recpo.log.shaping import WatchQuantiles
 from recpo.training.sizes import sizes_of
 
 #: Directories beside the configurations of ``init``, and of a fit.
@@ -50,12 +51,13 @@ class Recipe(NamedTuple):
     reward: str | None = None
     changed: Mapping[str, Any] = MappingProxyType({})
 
-    def options(self, root: Path, counts: LogCounts, share: float = 1.0) -> dict[str, Any]:
+    def options(self, root: Path, counts: LogCounts, label: str, share: float = 1.0) -> dict[str, Any]:
         """The options that differ from the configurations, by dotted name.
 
         Args:
             root: the directory with the runs and the factors.
             counts: size of the log.
+            label: class of its label.
             share: of the full length of the training.
         """
         options: dict[str, Any] = {} if self.after is None else {"init_from": root / RUNS / self.after}
@@ -64,6 +66,8 @@ class Recipe(NamedTuple):
         if self.reward == REWARD_MODEL:
             arguments = {"run": str(root / RUNS / REWARD_MODEL), "calibrated": False}
             options["reward"] = json.dumps({"class_path": "LearnedReward", "init_args": arguments})
+        if self.configs == (GBPO,) and label != WatchQuantiles.__name__:  # no ranks, of which a quarter is positive
+            options["advantage.init_args.positive_fraction"] = None
         return {**options, **self.changed, **self._sized(counts, share)}
 
     def full_length(self, counts: LogCounts) -> int:

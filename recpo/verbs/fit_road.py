@@ -5,6 +5,7 @@ What depends on the clock (how long to train, how much to search) is decided onc
 that was stopped decides as it would have, and its commands give the same result on any machine.
 """
 
+import itertools
 import math
 import os
 import shlex
@@ -273,8 +274,9 @@ class Road:
             return False
         out, files = self.root / fit_recipes.RUNS / name, self._files(recipe)
         options = {**self.options_of(recipe), **(changed or {})}
-        flags = [("config", file) for file in files] + [*options.items(), ("out", out)]
-        words = ["train", *(word for name, value in flags for word in (f"--{name}", value))]
+        flags = [*(("config", file) for file in files), *options.items(), ("out", out)]
+        given = ((f"--{name}", "null" if value is None else value) for name, value in flags)
+        words = ["train", *itertools.chain.from_iterable(given)]
         if (out / Run.FINISHED).exists():
             return True
         try:
@@ -517,8 +519,9 @@ class Road:
             changed = {name: has for name, has in self.sides.items() if has != reads_all}
             options |= {f"policy.init_args.{name}": str(has).lower() for name, has in changed.items()}
             if reads_all and not self.data.feature_schema.item:
-                options["policy.init_args.item_features"] = "null"
-        return {**options, **recipe.options(self.root, self._counts, self.plan.effort or 1.0)}
+                options["policy.init_args.item_features"] = None
+        label = self.data.manifest["label"]["class_path"].rpartition(".")[2]
+        return {**options, **recipe.options(self.root, self._counts, label, self.plan.effort or 1.0)}
 
     @cached_property
     def _counts(self) -> LogCounts:

@@ -18,7 +18,7 @@ from recpo.log.files import find_files
 from recpo.log.inspection import Choice, Inspection, inspect_log
 from recpo.log.schema import PRESETS, Columns, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
-from recpo.verbs.fit_recipes import FACTORS, GBPO, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
+from recpo.verbs.fit_recipes import FACTORS, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
 from recpo.verbs.verb import PYTHON_ONLY, Verb, configurations, function_of
 
 
@@ -189,9 +189,8 @@ def _column_lines(found: Inspection, columns: Columns) -> list[str]:
 def _training_text(found: Inspection, step: str, out: Path) -> str:
     """The configuration of recpo's own for this step, with the sizes that ``fit`` takes for such a log."""
     recipe = RECIPES[step]
-    options = {"out": out / RUNS / step, **recipe.options(out, found.counts), "data.prepared": out / PREPARED}
-    if step == GBPO and found.label.class_name != "WatchQuantiles":
-        options["advantage.init_args.positive_fraction"] = None
+    chosen = recipe.options(out, found.counts, found.label.class_name)
+    options = {"out": out / RUNS / step, **chosen, "data.prepared": out / PREPARED}
     text = (configurations() / f"{recipe.configs[0]}.yaml").read_text(encoding="utf-8")
     for name, value in reversed(options.items()):
         text = _with_option(text, name, value)

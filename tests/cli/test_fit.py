@@ -486,6 +486,16 @@ def test_a_command_has_the_options_within_an_option_that_differ():
     assert as_configuration(parse(Tilt, words[1:]).baseline_options) == as_configuration(options)
 
 
+def test_gbpo_takes_a_quarter_of_ranks_as_positive_and_else_what_the_log_does(prepared, tmp_path):
+    option, recipe = "advantage.init_args.positive_fraction", RECIPES["gbpo"]
+    counts = counts_of(Prepared.open(prepared))
+    ranked, flagged = (recipe.options(tmp_path, counts, label) for label in ("WatchQuantiles", "BinaryColumn"))
+    assert option not in ranked
+    assert flagged.pop(option, "") is None
+    assert flagged == ranked
+    assert option not in RECIPES["mpo"].options(tmp_path, counts, "BinaryColumn")
+
+
 @pytest.mark.slow
 def test_all_that_is_searched_can_be_trained(prepared, tmp_path):
     road = road_of(prepared, tmp_path)
@@ -597,7 +607,7 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
             assert of_model == {}
         else:
             assert (files, sides) == (["pretrain"], {})
-            assert of_model.pop("policy.init_args.item_features") == "null"
+            assert of_model.pop("policy.init_args.item_features") is None
             assert of_model == {f"policy.init_args.{name}": "false" for name in plain.sides}
         for step in road.plan.steps:
             parse_arguments(shlex.split(step["command"])[2:])
