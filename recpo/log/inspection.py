@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
+from recpo.base.frames import some_of
 from recpo.log.column_facts import ColumnFacts, column_facts
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES
@@ -236,7 +237,7 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
     for role, name in given.named().items():
         if name not in sample.table.column_names:
             raise RecpoError(
-                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}",
+                f"--columns.{role} {name}: no such column; the log has {some_of(sample.table.column_names)}",
                 code="missing_column",
                 field=f"columns.{role}",
             )
@@ -245,7 +246,7 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
 def _unnamed(sample: TableSample) -> list[str]:
     if sample.form.names is None or "column_1" not in sample.form.names:
         return []
-    shown = ", ".join(str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values())
+    shown = some_of([str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values()])
     return [
         f"the first line has no names ({shown}): name its {len(sample.form.names)} columns in order, with "
         "--csv.names '[user_id, item_id, ...]'"
