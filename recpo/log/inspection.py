@@ -360,6 +360,8 @@ def _moments(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFact
     if column is None or not found.columns.has_clock:
         return None
     values = table[column]
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
         milliseconds = values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())
         return _Moments.of(pc.divide(milliseconds.cast(pa.float64()), MILLISECONDS_PER_DAY))

@@ -152,14 +152,10 @@ def deciding_split(split: TemporalSplit | LeaveLastOut, counts: LogCounts) -> Te
 
 
 def _deciding_days(split: TemporalSplit, counts: LogCounts) -> int:
-    """Days before the test period with 10,000 events, but at most a quarter of the days, or of what precedes it.
-
-    Events are counted where all were inspected: the last days may have fewer than others. Else days count alike.
-    """
-    days = counts.days or 0.0
-    most = round(_LARGEST_SHARE * days)
-    if len(counts.by_day) <= split.test_days:
-        return min(math.ceil(_ENOUGH_EVENTS * days / counts.events), most)
+    """Days before the test period with 10,000 events, but at most a quarter of the days, or of what precedes it."""
+    most = round(_LARGEST_SHARE * (counts.days or 0.0))
+    if len(counts.by_day) <= split.test_days:  # not all events were inspected: days count alike
+        return min(math.ceil(_ENOUGH_EVENTS * (counts.days or 0.0) / counts.events), most)
     events = np.cumsum(counts.by_day[split.test_days :])
     enough = int(np.searchsorted(events, _ENOUGH_EVENTS)) + 1
     return min(enough, max(most, int(np.searchsorted(events, _LARGEST_SHARE * events[-1], side="right"))))
