@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import recpo
 from recpo.base.frames import flag_column, id_column, number_column, read_frame, require_columns, time_column, to_arrow
 from tests.refusals import refused
 
@@ -85,6 +86,12 @@ def test_a_path_is_read_and_a_wrong_one_is_named(tmp_path):
 def test_missing_columns_are_named_with_those_that_are_there():
     with refused("missing_column", "timestamp"):
         require_columns(pa.table(COLUMNS), ["user_id", "timestamp"], "log")
+
+
+def test_of_many_columns_some_are_named():
+    wide = pa.table({f"item_{number}": [1.0] for number in range(500)})
+    with pytest.raises(recpo.RecpoError, match=r"item_19 and 480 more$"):
+        require_columns(wide, ["user_id"], "log")
 
 
 def test_ids_are_integers_or_strings_without_nulls():

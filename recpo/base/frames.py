@@ -7,7 +7,7 @@ dictionaries of columns. Internally, frames are ``pyarrow.Table``. Functions tha
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ from recpo.base.errors import RecpoError
 #: pandas' name for an unnamed index. Selected or sorted rows have one; it contains no information.
 _UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
 _SHOWN_VALUES = 3
+_SHOWN_NAMES = 20
 
 
 @runtime_checkable
@@ -89,13 +90,19 @@ def read_frame(source: FrameOrPath, name: str = "frame") -> pa.Table:
         ) from error
 
 
+def some_of(names: Sequence[str]) -> str:
+    """Names for a message; of many, the first 20 and the number of the others."""
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+
+
 def require_columns(table: pa.Table | pa.Schema, columns: Iterable[str], name: str = "frame") -> None:
     """Raises ``RecpoError`` unless ``table`` has all ``columns``. The message lists the columns that exist."""
     schema = table if isinstance(table, pa.Schema) else table.schema
     missing = [column for column in columns if column not in schema.names]
     if missing:
         raise RecpoError(
-            f"{name}: column {', '.join(map(repr, missing))} is missing; there are {', '.join(schema.names) or 'none'}",
+            f"{name}: column {', '.join(map(repr, missing))} is missing; there are {some_of(schema.names) or 'none'}",
             code="missing_column",
             field=missing[0],
         )

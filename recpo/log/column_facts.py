@@ -285,6 +285,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("userid", "uid", "user", "username", "useridx", "userindex", "customerid", "customer", "memberid"),
         *("visitorid", "listener", "viewer", "visitor", "reader", "buyer", "player", "shopper", "member", "subscriber"),
         *("viewerid", "reviewerid", "accountid", "profileid", "listenerid", "readerid", "buyerid", "playerid"),
+        *(f"{name}{end}" for name in ("person", "participant", "respondent", "rater") for end in ("", "id")),
         *("shopperid", "subscriberid", "householdkey", "householdid", "clientid", "deviceid", "sessionid", "session"),
     ),
     LogColumns.ITEM_ID: (

@@ -40,7 +40,7 @@ _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", 
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
 _FALSE: Final = pa.array(["false", "False", "FALSE"])
 _HEADER_BYTES: Final = 1 << 20
-_DELIMITERS: Final = (",", "\t", ";", "::", "|")
+_DELIMITERS: Final = (",", "\t", ";", "::", "|", " ")
 _RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
 
 
@@ -379,8 +379,9 @@ def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
         form: known delimiter and names; the delimiter is tried first.
     """
     delimiter = form.of(Path("log.csv"))
-    if not lines or (len(line_values(lines[0], delimiter)) < 3 and form.names is None):
-        delimiter = next((one for one in _DELIMITERS if _cuts(lines, one)), delimiter)
+    widths = range(3, sys.maxsize) if form.names is None else (len(form.names),)
+    if not lines or len(line_values(lines[0], delimiter)) not in widths:
+        delimiter = next((one for one in _DELIMITERS if _cuts(lines, one, widths)), delimiter)
     first = line_values(lines[0], delimiter) if lines else []
     names = form.names
     if names is None and any(_is_number(value) for value in first):
@@ -389,9 +390,10 @@ def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
     return CsvFormat(delimiter, names)
 
 
-def _cuts(lines: Sequence[str], delimiter: str) -> bool:
-    widths = {len(line_values(line, delimiter)) for line in lines}
-    return len(widths) == 1 and widths.pop() >= 3
+def _cuts(lines: Sequence[str], delimiter: str, widths: Sequence[int]) -> bool:
+    """Whether a delimiter splits every line into the same number of values, one of ``widths``."""
+    found = {len(line_values(line, delimiter)) for line in lines}
+    return len(found) == 1 and found.pop() in widths
 
 
 def _is_ratings(rows: Iterable[Sequence[str]]) -> bool:

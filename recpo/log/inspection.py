@@ -6,17 +6,17 @@ follow from the recognized columns and the counts. ``recpo.verbs.init`` writes t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
+from recpo.base.frames import some_of
 from recpo.log.column_facts import ColumnFacts, column_facts
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES
@@ -53,6 +53,8 @@ class LogCounts:
         events_per_user: 90th percentile of the number of events per user.
         days: days from the first event to the last; None if the log has no clock.
         is_whole: whether all rows were inspected.
+        by_day: number of events of each UTC day, the last day first; empty if the log has no clock, or more rows than
+            were inspected.
     """
 
     events: int
@@ -62,6 +64,7 @@ class LogCounts:
     events_per_user: int
     days: float | None
     is_whole: bool = True
+    by_day: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -245,7 +248,7 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
     for role, name in given.named().items():
         if name not in sample.table.column_names:
             raise RecpoError(
-                f"--columns.{role} {name}: no such column; the log has {', '.join(sample.table.column_names)}",
+                f"--columns.{role} {name}: no such column; the log has {some_of(sample.table.column_names)}",
                 code="missing_column",
                 field=f"columns.{role}",
             )
@@ -254,7 +257,7 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
 def _unnamed(sample: TableSample) -> list[str]:
     if sample.form.names is None or "column_1" not in sample.form.names:
         return []
-    shown = ", ".join(str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values())
+    shown = some_of([str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values()])
     return [
         f"the first line has no names ({shown}): name its {len(sample.form.names)} columns in order, with "
         "--csv.names '[user_id, item_id, ...]'"
@@ -326,35 +329,60 @@ def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnF
     requests = rows
     if request is not None:
         requests = table.group_by([user, request]).aggregate([]).num_rows
+    moments = _moments(table, found, facts)
     return LogCounts(
         events=sample.rows,
         users=len(per_user),
         items=pc.count_distinct(table[item]).as_py(),
         requests=int(requests * sample.rows / max(1, rows)),
         events_per_user=int(pc.quantile(per_user, 0.9)[0].as_py() or 1) if rows else 1,
-        days=_days(table, found, facts),
+        days=None if moments is None else moments.days,
         is_whole=sample.is_whole,
+        by_day=() if moments is None or not sample.is_whole else moments.by_day,
     )
 
 
-def _days(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> float | None:
+class _Moments(NamedTuple):
+    """When the inspected events happened.
+
+    Attributes:
+        days: from the first to the last event.
+        by_day: number of events of each UTC day, the last day first.
+    """
+
+    days: float
+    by_day: tuple[int, ...]
+
+    @classmethod
+    def of(cls, moments: pa.ChunkedArray, added: float = 0.0) -> Self | None:
+        """Of times in days since 1970; None = there are none."""
+        known = pc.cast(moments.drop_null(), pa.float64()).to_numpy()
+        known = known[np.isfinite(known)]
+        if not len(known):
+            return None
+        day = np.floor(known).astype(np.int64)
+        return cls(float(known.max() - known.min()) + added, tuple(np.bincount(day.max() - day).tolist()))
+
+
+def _moments(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> _Moments | None:
     column, unit = found.column(LogColumns.TIMESTAMP), found.columns.time_unit
     if column is None or not found.columns.has_clock:
         return None
     values = table[column]
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
-        ends = pc.min_max(values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())).as_py()
-        return None if ends["min"] is None else float(ends["max"] - ends["min"]) / MILLISECONDS_PER_DAY
-    own = facts[column]
-    if own.is_number:
-        if own.least is None or own.most is None or unit is None:
+        milliseconds = values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())
+        return _Moments.of(pc.divide(milliseconds.cast(pa.float64()), MILLISECONDS_PER_DAY))
+    if facts[column].is_number:
+        if unit is None:
             return None
-        return (own.most - own.least) * MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY
-    days = pc.min_max(pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10)).as_py()
+        return _Moments.of(pc.multiply(values.cast(pa.float64()), MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY))
     try:
-        return float((date.fromisoformat(days["max"]) - date.fromisoformat(days["min"])).days + 1)
-    except (TypeError, ValueError):
+        dates = pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10).cast(pa.date32())
+    except pa.ArrowInvalid:
         return None
+    return _Moments.of(dates.cast(pa.int32()), added=1.0)
 
 
 def _label_of_values(flag: FlagColumn) -> Choice:

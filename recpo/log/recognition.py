@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from recpo.base.frames import some_of
 from recpo.log import column_facts
 from recpo.log.column_facts import ColumnFacts, Opinions, opinions, plain_name, rank_as, true_texts, unit_of_name
 from recpo.log.feature_columns import PRESET_BEHAVIORS
@@ -27,6 +28,13 @@ _MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of 
 _WITHOUT_TIME: Final = (
     "; a column that orders the events of a user has --columns.time_unit order; for a log without times, pass "
     "--columns.time_unit none"
+)
+#: So many columns of numbers, where no column is the item, may be the items of a matrix.
+_LEAST_MATRIX: Final = 10
+_MATRIX: Final = (
+    "{number:,} columns have numbers and none is the item: if each is an item, the log is a matrix, and recpo reads "
+    "rows of a user, an item and a rating: write frame.melt(id_vars=[USER], var_name='item_id', value_name='rating')"
+    ".dropna() of pandas, without the numbers that mean that nothing was rated"
 )
 _NO_TIME: Final = (
     "no column has times, so the events of each user are put into a random order (time_unit none): the order of the "
@@ -140,11 +148,14 @@ class _Recognizer:
         self._read_texts()
         opinion_doubts = self._add_opinions()
         missing = [role for role in self.given.required if role not in self.columns]
-        if missing == [LogColumns.TIMESTAMP] and not any(rank_as(missing[0], name) is not None for name in self.facts):
+        if LogColumns.TIMESTAMP in missing and not any(
+            rank_as(LogColumns.TIMESTAMP, name) is not None for name in self.facts
+        ):
             self.doubts.append(_NO_TIME)
-            missing = []
+            missing.remove(LogColumns.TIMESTAMP)
+        self.questions += self._matrix() if LogColumns.ITEM_ID in missing else []
         self.questions += [
-            f"{role}: not recognized among the columns {', '.join(self.facts)}: pass --columns.{role} NAME"
+            f"{role}: not recognized among the columns {some_of(list(self.facts))}: pass --columns.{role} NAME"
             + (_WITHOUT_TIME if role == LogColumns.TIMESTAMP else "")
             for role in missing
         ]
@@ -163,6 +174,12 @@ class _Recognizer:
         self.doubts += [*self._other_readings(rest), *self._doubts_of(rest), *self._unlabeled(rest)]
         known = self.preset, tuple(findings), self.behaviors
         return Recognition(*known, tuple(self.questions), tuple(self.doubts), tuple(one.name for one in rest))
+
+    def _matrix(self) -> list[str]:
+        """What to do where the columns may be the items of a matrix."""
+        numbers = [name for name, one in self.facts.items() if self._is_free(name) and one.is_number]
+        is_matrix = len(numbers) >= _LEAST_MATRIX and 2 * len(numbers) > len(self.facts)
+        return [_MATRIX.format(number=len(numbers))] if is_matrix else []
 
     def _set(self, role: str, column: str | FlagColumn, how: str) -> None:
         self.columns[role], self.how[role] = column, how

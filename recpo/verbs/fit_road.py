@@ -143,11 +143,19 @@ def deciding_split(split: TemporalSplit | LeaveLastOut, counts: LogCounts) -> Te
         counts: size of the log.
     """
     if isinstance(split, TemporalSplit):
-        days = counts.days or 0.0
-        wanted = min(math.ceil(_ENOUGH_EVENTS * days / counts.events), round(_LARGEST_SHARE * days))
-        return replace(split, valid_days=max(split.valid_days, wanted))
+        return replace(split, valid_days=max(split.valid_days, _deciding_days(split, counts)))
     share = min(_ENOUGH_EVENTS / counts.events, _LARGEST_SHARE)
     return replace(split, valid_share=max(split.valid_share, round(share, 3))) if split.valid_share else split
+
+
+def _deciding_days(split: TemporalSplit, counts: LogCounts) -> int:
+    """Days before the test period with 10,000 events, but at most a quarter of the days, or of what precedes it."""
+    most = round(_LARGEST_SHARE * (counts.days or 0.0))
+    if len(counts.by_day) <= split.test_days:  # not all events were inspected: days count alike
+        return min(math.ceil(_ENOUGH_EVENTS * (counts.days or 0.0) / counts.events), most)
+    events = np.cumsum(counts.by_day[split.test_days :])
+    enough = int(np.searchsorted(events, _ENOUGH_EVENTS)) + 1
+    return min(enough, max(most, int(np.searchsorted(events, _LARGEST_SHARE * events[-1], side="right"))))
 
 
 def place_of(root: Path, name: str) -> Path | str:

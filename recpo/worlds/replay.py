@@ -33,6 +33,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import require_columns
@@ -91,12 +92,7 @@ class RewardMatrix:
         rewards = np.full((len(user_ids), len(item_ids)), np.nan)
         rewards[user_rows, item_rows] = reward
         if np.isnan(rewards).any(axis=1).all():
-            known = int((~np.isnan(rewards)).sum(axis=1).max())
-            message = (
-                f"{file}: no user has a reward for each of the {len(item_ids):,} items (at most {known:,}), so no list "
-                "has a known value: leave out the items that few users know"
-            )
-            raise RecpoError(message, code="missing_value", field="reward")
+            raise RecpoError(f"{file}: {_nobody_complete(~np.isnan(rewards))}", code="missing_value", field="reward")
         return cls(user_ids, item_ids, rewards)
 
     def presets(self) -> Mapping[str, float]:
@@ -199,6 +195,18 @@ def _read(file: Path, option: str) -> pa.Table:
         raise RecpoError(message, code="wrong_file", field=option) from error
 
 
+def _nobody_complete(known: NDArray[np.bool_]) -> str:
+    """What to do with a matrix ``[U, V]`` of which no row is complete."""
+    number = known.sum(axis=1)
+    fullest = known[np.argsort(-number, kind="stable")[: max(1, len(known) // 10)]]
+    return (
+        f"no user has a reward for each of the {known.shape[1]:,} items (at most {number.max():,}), so no list has a "
+        f"known value: leave out the items that few users know (the {len(fullest):,} users with the most rewards all "
+        f"know the same {fullest.all(axis=0).sum():,} items), or give the unknown rewards of some users, where you can "
+        "tell them, such as 0 for what a user refuses to see"
+    )
+
+
 def _columns(file: Path) -> tuple[IntArray, IntArray, FloatArray]:
     table = _read(file, "matrix")
     require_columns(table, _COLUMNS, str(file))
@@ -207,7 +215,8 @@ def _columns(file: Path) -> tuple[IntArray, IntArray, FloatArray]:
     for name, expected in zip(_COLUMNS, ("whole numbers", "whole numbers", "numbers"), strict=True):
         column = table[name]
         if not (pa.types.is_integer(column.type) or (expected == "numbers" and pa.types.is_floating(column.type))):
-            message = f"{file}: {name} has type {column.type}, expected {expected}"
+            remedy = ": number them, for example with pandas.factorize" if expected == "whole numbers" else ""
+            message = f"{file}: {name} has type {column.type}, expected {expected}{remedy}"
             raise RecpoError(message, code="wrong_type", field=name)
         if column.null_count:
             row = int(np.argmax(pc.is_null(column).to_numpy()))

@@ -260,8 +260,8 @@ def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_tilted_b
     assert [one.factors for one in tilts] == ["sequential_rules"]
 
 
-def counts(events, days):
-    return LogCounts(events, users=100, items=100, requests=events, events_per_user=9, days=days)
+def counts(events, days, by_day=()):
+    return LogCounts(events, users=100, items=100, requests=events, events_per_user=9, days=days, by_day=by_day)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,22 @@ def counts(events, days):
 )
 def test_what_decides_has_enough_events_or_a_quarter_of_the_log(split, events, days, changed):
     assert deciding_split(split, counts(events, days)) == replace(split, **changed)
+
+
+@pytest.mark.parametrize(
+    ("by_day", "valid_days"),
+    [
+        ((14_000,) * 14, 1),
+        ((4_286,) * 14, 3),  # 10,000 events, as where days count alike
+        ((1_429,) * 14, 4),  # a quarter of the days
+        ((4_000, 4_000, 4_000, *(15_000,) * 6), 3),  # the last days have fewer events
+        ((2_600, 2_600, 2_600, *(20_000,) * 4), 2),  # a third day would be more than a quarter
+        ((50_000, 100, 100, 100), 1),  # training needs events too
+    ],
+)
+def test_events_of_the_days_before_the_test_are_counted(by_day, valid_days):
+    found = deciding_split(TemporalSplit(), counts(sum(by_day), float(len(by_day)), by_day))
+    assert found == TemporalSplit(valid_days=valid_days)
 
 
 def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path, monkeypatch):

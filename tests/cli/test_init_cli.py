@@ -294,6 +294,18 @@ def test_columns_without_names_are_asked_for(tmp_path):
     assert found.columns.time_unit == "s"
 
 
+def test_the_events_of_a_day_are_counted_whatever_a_time_is_written_as(tmp_path):
+    table = events()[["user", "item", "second"]]
+    moment = pd.to_datetime(table["second"], unit="s", utc=True)
+    written = {"numbers": table["second"], "times": moment, "texts": moment.dt.strftime("%Y-%m-%d %H:%M:%S")}
+    expected = tuple(moment.dt.floor("D").value_counts().sort_index(ascending=False))
+    for name, times in written.items():
+        table.assign(second=times).to_parquet(tmp_path / f"{name}.parquet", index=False)
+        assert inspect_log(tmp_path / f"{name}.parquet").counts.by_day == expected
+    table[["user", "item"]].to_parquet(tmp_path / "timeless.parquet", index=False)
+    assert inspect_log(tmp_path / "timeless.parquet").counts.by_day == ()
+
+
 def test_whole_stars_run_from_one_to_five(tmp_path):
     found = recpo.init(movielens_1m(tmp_path), tmp_path / "out")
     assert dict(found.label.init_args) == {"low": 1, "high": 5}

@@ -39,7 +39,7 @@ def test_the_unit_that_a_name_says(name, unit):
 @pytest.mark.parametrize(
     ("role", "names"),
     [
-        ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid"]),
+        ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid", "person", "respondent_id"]),
         ("item_id", ["video", "movieId", "product-id", "parent_asin"]),
         ("watch_time", ["play_time_ms", "playedMs", "watch_time", "dwellTimeSeconds", "total_listen_time"]),
         ("watch_time", ["play_seconds", "watch_seconds", "listen_seconds", "stream_ms", "time_listened", "view_time"]),
@@ -131,6 +131,17 @@ def test_a_log_without_times_has_a_random_order_and_a_time_that_is_not_read_is_a
     assert (said.questions, said.columns.time_unit, said.column("timestamp")) == ((), "none", None)
 
 
+def test_a_matrix_is_called_one_and_a_log_without_a_user_asks_for_no_time():
+    wide = facts(user_id=[1, 2, 3], **{f"item_{number}": [1.0, 2.5, 3.0] for number in range(30)})
+    matrix, item = recognize(wide).questions
+    assert "30 columns have numbers" in matrix
+    assert "melt" in matrix
+    assert item.startswith("item_id")
+    assert "and 11 more" in item
+    (user,) = recognize(facts(who=["a", "b"] * 20, item=[1, 2] * 20, rating=[1, 2, 3, 4] * 10)).questions
+    assert user.startswith("user_id")
+
+
 def test_codes_for_kinds_of_events_are_reported_and_not_read():
     found = recognize(facts(**BASE, action_type=[0, 1, 2, 3] * 10))
     assert found.column("label") is None
@@ -163,10 +174,18 @@ def test_values_overrule_names():
         (["1::1193::5::978300760"], CsvFormat("::", ("userId", "movieId", "rating", "timestamp"))),
         (["196\t242\t3\t881250949"], CsvFormat("\t", ("userId", "movieId", "rating", "timestamp"))),
         (["u1,i2,1700000000"], CsvFormat(",", ("column_1", "column_2", "column_3"))),
+        (["1 258 3.5", "1 36 2"], CsvFormat(" ", ("column_1", "column_2", "column_3"))),
     ],
 )
 def test_how_a_text_file_is_written(lines, form):
     assert text_format(lines, CsvFormat()) == form
+
+
+def test_named_columns_tell_the_delimiter():
+    named = CsvFormat(names=("user", "item", "rating"))
+    assert text_format(["1\t258\t3"], named) == CsvFormat("\t", named.names)
+    assert text_format(["1,258,3"], named) == CsvFormat(",", named.names)
+    assert text_format(["1;258"], named) == CsvFormat(",", named.names)  # no delimiter gives three
 
 
 def test_other_readings_of_columns_are_reported():

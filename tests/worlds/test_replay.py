@@ -184,6 +184,14 @@ def test_a_refusal_names_the_row_and_the_pair(matrix, tmp_path):
         RewardMatrix.read(file)
 
 
+def test_a_matrix_without_a_complete_row_says_what_its_fullest_users_have_in_common(tmp_path):
+    rows = [(user, item, 0.5) for user in range(20) for item in range(6) if item != user % 6]
+    file = tmp_path / "holes.parquet"
+    pd.DataFrame(rows, columns=["user_id", "item_id", "reward"]).to_parquet(file)
+    with pytest.raises(recpo.RecpoError, match=r"6 items \(at most 5\).* 2 users .* know the same 4 items"):
+        RewardMatrix.read(file)
+
+
 @pytest.mark.parametrize(
     ("options", "code", "field"),
     [
