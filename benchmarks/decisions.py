@@ -118,7 +118,7 @@ def simulated(log: Log, options: argparse.Namespace) -> tuple[Any, Path]:
             liked = pc.greater_equal(pc.divide(table["watch_time"], table["duration"]), WATCHED)
             table = table.filter(pc.and_not(liked, table["dislike"])).select(["user_id", "item_id", "timestamp"])
         pq.write_table(table.drop_columns([name for name in LOGGED if name in table.column_names]), file)
-    return [str(one) for one in (file, simulation.items) if one is not None], root
+    return [str(one) for one in (file, simulation.items, simulation.users) if one], root
 
 
 def decided(log: Log, seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -212,7 +212,7 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
             return [f"prepared data in {given.root}"], truth, None
         if isinstance(given, Simulation):
             truth = truth or given.root
-            log = [str(one) for one in (given.log, given.items) if one is not None]
+            log = [str(one) for one in (given.log, given.items, given.users) if one]
         else:
             source = source_of(given, "log")
             log = source if isinstance(source, list) else [self._kept(road.root, source)]

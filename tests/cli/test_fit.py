@@ -341,6 +341,20 @@ def test_what_collapses_when_it_is_made_again_is_no_contender_that_is_left_out(p
     assert Plan.open(tmp_path).failed == road.plan.failed
 
 
+def test_the_tables_of_a_simulation_are_read(tmp_path, monkeypatch):
+    world = recpo.simulate(tmp_path / "world", world="living", users=30, items=40, events=600)
+    given: list[str] = []
+
+    def inspect(log, **how):
+        given.extend(log)
+        raise RecpoError("enough", code="empty")
+
+    monkeypatch.setattr("recpo.verbs.fit.inspect_log", inspect)
+    with refused("empty"):
+        recpo.fit(world, tmp_path / "fit")
+    assert given == [str(world.log), str(world.items), str(world.users)]
+
+
 def test_a_log_with_an_open_question_is_refused_and_nothing_is_left(tmp_path):
     frame = pd.DataFrame({"a": range(50), "b": range(50)})
     with refused("missing_option", "user_id"):
