@@ -256,18 +256,26 @@ def _is_fixed(table: pa.Table, column: str, item: str | None) -> bool:
 #: What items are called, parts before wholes; with a unit of time or "length" after it, it is the item's duration.
 _ITEMS: Final = (
     *("item", "video", "movie", "product", "article", "track", "song", "episode", "film", "book", "lesson", "lecture"),
-    *("clip", "game", "recipe", "hotel", "restaurant", "podcast", "course", "anime", "manga", "joke"),
+    *("clip", "game", "recipe", "hotel", "restaurant", "podcast", "course", "anime", "manga", "joke", "banner"),
 )
 #: What items are called in an id only: alone these are other things as often, such as the text of a post.
 _ITEMS_WITH_ID: Final = (
     *("photo", "content", "news", "post", "ad", "app", "business", "poi", "feed", "show", "stream", "audiobook"),
-    *("reel", "listing", "place", "venue", "job", "offer", "image", "pin", "asset", "story", "title"),
+    *("reel", "listing", "place", "venue", "job", "offer", "image", "pin", "asset", "story", "title", "creative"),
+)
+
+#: What users are called, alone or with "id" after it.
+_PEOPLE: Final = (
+    *("customer", "member", "visitor", "listener", "viewer", "reader", "reviewer", "buyer", "player", "shopper"),
+    *("subscriber", "account", "profile", "client", "learner", "student", "guest", "traveler", "applicant"),
+    *("candidate", "patron", "person", "participant", "respondent", "rater"),
 )
 
 #: What has an id beside items.
 _NO_ITEMS: Final = frozenset(
     {"user", "category", "session", "request", "order", "transaction", "event", "device", "tag", "genre", "author"}
     | {"artist", "brand", "review", "row", "parent", "city", "country", "region", "group", "page", "tab", "campaign"}
+    | {"auction", "visit", "impression", "slate", "query", "search", "placement", "experiment", "variant"}
 )
 
 #: Words of ratings that are not the user's.
@@ -282,11 +290,9 @@ _USES: Final = (
 #: Names of each standard column, the most reliable first; compared without case, separators, units and RecBole's types.
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.USER_ID: (
-        *("userid", "uid", "user", "username", "useridx", "userindex", "customerid", "customer", "memberid"),
-        *("visitorid", "listener", "viewer", "visitor", "reader", "buyer", "player", "shopper", "member", "subscriber"),
-        *("viewerid", "reviewerid", "accountid", "profileid", "listenerid", "readerid", "buyerid", "playerid"),
-        *(f"{name}{end}" for name in ("person", "participant", "respondent", "rater") for end in ("", "id")),
-        *("shopperid", "subscriberid", "householdkey", "householdid", "clientid", "deviceid", "sessionid", "session"),
+        *("userid", "uid", "user", "username", "useridx", "userindex"),
+        *(f"{name}{end}" for end in ("id", "") for name in _PEOPLE),
+        *("householdkey", "householdid", "deviceid", "sessionid", "session"),
     ),
     LogColumns.ITEM_ID: (
         *("itemid", "iid", "vid", "aid", "item", "itemidx", "itemindex"),
@@ -316,6 +322,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     LogColumns.LABEL: (
         *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target", "reward"),
+        *("outcome", "response", "success", "relevance"),
         *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview", "feedback"),
         *("percentwatched", "watchedpercent", "watchpercent", "pctwatched", "watchedpct", "completedpct"),
     ),
@@ -324,7 +331,10 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("actionprob", "loggingprob"),
     ),
     LogColumns.IS_RANDOM: ("israndom", "israndomized", "rand", "israndomexposure", "random", "randomexposure"),
-    LogColumns.REQUEST_ID: ("requestid", "reqid", "impressionid", "slateid", "searchid", "pageviewid", "traceid"),
+    LogColumns.REQUEST_ID: (
+        *("requestid", "reqid", "impressionid", "slateid", "searchid", "pageviewid", "traceid"),
+        *("auctionid", "visitid", "queryid"),
+    ),
 }
 
 #: What users do with items: name of the behavior -> names of flag columns.
@@ -341,6 +351,12 @@ BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "purchase": ("purchase", "purchased", "buy", "bought", "order", "ordered", "transaction", *_CONVERSIONS),
     "download": ("download", "downloaded", "install", "installed"),
     "profile": ("profileenter", "profilevisit"),
+    "open": ("open", "opened"),
+    "book": ("booking", "booked", "reservation", "reserved"),
+    "apply": ("apply", "applied", "application"),
+    "enroll": ("enroll", "enrolled", "signup", "signedup"),
+    "contact": ("contact", "contacted", "message", "messaged", "reply", "replied"),
+    "accept": ("accept", "accepted", "redeem", "redeemed"),
 }
 
 #: Columns that state the kind of event of a row.
@@ -394,7 +410,12 @@ def plain_name(name: str) -> str:
 def is_id_of_something(name: str) -> bool:
     """Whether a name ends as that of an id, and not of what items have in common or what happens to them."""
     said = words(name)
-    return len(said) > 1 and said[-1] in ("id", "uri", "key") and not _NO_ITEMS & set(said)
+    return len(said) > 1 and said[-1] in ("id", "uri", "key", "slug") and may_be_id(name)
+
+
+def may_be_id(name: str) -> bool:
+    """Whether a name says nothing that items have in common, and nothing that happens to them."""
+    return not _NO_ITEMS & set(words(name))
 
 
 def rank_as(column: str, name: str) -> int | None:

@@ -221,7 +221,10 @@ def inspect_log(
     named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
     samples = sample_tables(list(named), csv)
     facts = [{name: column_facts(name, one.table[name]) for name in one.table.column_names} for one in samples]
-    found = [recognize(known.values(), columns, one.table) for known, one in zip(facts, samples, strict=True)]
+    found = [
+        recognize(known.values(), columns, one.table, _keys(one, samples))
+        for known, one in zip(facts, samples, strict=True)
+    ]
     best = max(range(len(found)), key=lambda number: _likeness(found[number], samples[number]))
     sample, recognition = samples[best], found[best]
     _validate_names(columns, sample)
@@ -236,6 +239,17 @@ def inspect_log(
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
     return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
+
+
+def _keys(log: TableSample, samples: Sequence[TableSample]) -> set[str]:
+    """Columns of a log that occur again in it, and of which another file has one row for each value."""
+    names, others = set(log.table.column_names), [one for one in samples if one is not log]
+    keys = {name for one in others for name in names & set(one.table.column_names) if _is_key(one, name)}
+    return {name for name in keys if not _is_key(log, name)}
+
+
+def _is_key(one: TableSample, name: str) -> bool:
+    return bool(pc.count_distinct(one.table[name]).as_py() == one.table.num_rows > 0)
 
 
 def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:
@@ -277,7 +291,7 @@ def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]
             if own in one.table.column_names
             and other not in one.table.column_names
             and one.table.num_columns + len(one.lists) > 1
-            and pc.count_distinct(one.table[own]).as_py() == one.table.num_rows > 0
+            and _is_key(one, own)
         ]
         if suiting:
             tables[side] = str(max(suiting, key=lambda pair: pair[0])[1].files[0])

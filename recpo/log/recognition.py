@@ -4,7 +4,7 @@ Pure functions over the facts about columns (``recpo.log.column_facts``). If two
 chosen: a question names the option with which the user decides.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -111,6 +111,7 @@ def recognize(
     facts: Iterable[ColumnFacts],
     given: Columns = Columns(),  # noqa: B008  frozen
     table: pa.Table | None = None,
+    keys: Collection[str] = (),
 ) -> Recognition:
     """Recognizes the columns of a log.
 
@@ -118,8 +119,9 @@ def recognize(
         facts: facts about all of its columns.
         given: column names and units that the user has decided.
         table: its rows, in which a watch time is found by its values; None = names and facts only.
+        keys: columns of which another file has one row for each value, as a table of items or users has.
     """
-    return _Recognizer({one.name: one for one in facts}, given).recognition(table)
+    return _Recognizer({one.name: one for one in facts}, given, keys).recognition(table)
 
 
 class _Recognizer:
@@ -128,12 +130,13 @@ class _Recognizer:
     Attributes:
         facts: name -> facts about the column.
         given: column names and units that the user has decided.
+        keys: columns of which another file has one row for each value.
         columns: standard name -> recognized column, or flag that is read from its texts.
         how: standard name -> how the column was recognized: by the user, the preset, its name, or its values.
     """
 
-    def __init__(self, facts: Mapping[str, ColumnFacts], given: Columns) -> None:
-        self.facts, self.given = facts, given
+    def __init__(self, facts: Mapping[str, ColumnFacts], given: Columns, keys: Collection[str] = ()) -> None:
+        self.facts, self.given, self.keys = facts, given, keys
         self.preset = _preset(facts)
         self.columns: dict[str, str | FlagColumn] = {}
         self.how: dict[str, str] = {}
@@ -211,16 +214,26 @@ class _Recognizer:
         self._find_alone()
 
     def _find_alone(self) -> None:
-        """A time by its values and an item by the end of its name, where only one column is left for them."""
+        """A time by its values, users and items by their tables or the ends of names, where one column is left."""
         if LogColumns.TIMESTAMP not in self.columns and LogColumns.TIMESTAMP in self.given.required:
             clocks = [name for name, one in self.facts.items() if self._is_free(name) and _is_clock(one)]
             if len(clocks) == 1:
                 self._set(LogColumns.TIMESTAMP, clocks[0], "by its values")
-        if LogColumns.ITEM_ID not in self.columns:
-            free = [name for name, one in self.facts.items() if self._is_free(name) and one.kind in ("whole", "text")]
-            ids = [name for name in free if column_facts.is_id_of_something(name)]
-            if len(ids) == 1:
-                self._set(LogColumns.ITEM_ID, ids[0], "by the end of its name, as no other column is an id")
+        for role in (LogColumns.ITEM_ID, LogColumns.USER_ID):
+            self._find_id(role)
+
+    def _find_id(self, role: str) -> None:
+        """An item or user that no name says: the only column with a table of its own, or the only id that is left."""
+        if role in self.columns:
+            return
+        free = [name for name, one in self.facts.items() if self._is_free(name) and one.kind in ("whole", "text")]
+        free = [name for name in free if column_facts.may_be_id(name)]
+        keyed = [name for name in free if name in self.keys]
+        ids = [name for name in free if column_facts.is_id_of_something(name)]
+        if len(keyed) == 1:
+            self._set(role, keyed[0], "by another file, which has one row for each")
+        elif len(ids) == 1 and not keyed and role == LogColumns.ITEM_ID:
+            self._set(role, ids[0], "by the end of its name, as no other column is an id")
 
     def _read_texts(self) -> None:
         """Reads flags and a label from columns of texts, where the user has not said which texts mean true."""

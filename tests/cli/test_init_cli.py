@@ -14,6 +14,7 @@ import recpo
 from recpo.base.feedback import HIGHEST
 from recpo.cli.main import main
 from recpo.log.inspection import inspect_log
+from recpo.log.schema import Columns
 from recpo.verbs.init import _yaml, preparation_of
 from recpo.verbs.verb import configurations
 from tests.refusals import refused
@@ -485,3 +486,16 @@ def test_a_podcast_log_is_recognized_whole(tmp_path):
     assert "split: {class_path: TemporalSplit, init_args: {valid_days: 1, test_days: 1, timezone: '+01:00'}}" in (
         (tmp_path / "prepare.yaml").read_text(encoding="utf-8")
     )
+
+
+def test_tables_tell_users_and_items_of_unknown_names(tmp_path):
+    log = events()[["user", "item", "second", "flag"]]
+    log.columns = ["human", "leaflet", "seen_at", "applied"]
+    log.assign(auction_id=np.arange(len(log)) // 2).to_csv(tmp_path / "seen.csv", index=False)
+    for name, count, first in (("human", USERS, 100), ("leaflet", ITEMS, 7)):
+        pd.DataFrame({name: np.arange(count) + first, "kind": "a"}).to_csv(tmp_path / f"{name}.csv", index=False)
+    with refused("missing_option", "user_id"):  # one of two columns with tables is the user, and the other the item
+        preparation_of(inspect_log(tmp_path))
+    found = inspect_log(tmp_path, columns=Columns(user_id="human"))
+    assert (found.questions, found.columns.item_id, found.columns.request_id) == ((), "leaflet", "auction_id")
+    assert (found.label.class_name, {*found.tables}) == ("BinaryColumn", {"item", "user"})

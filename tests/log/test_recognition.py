@@ -39,7 +39,21 @@ def test_the_unit_that_a_name_says(name, unit):
 @pytest.mark.parametrize(
     ("role", "names"),
     [
-        ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid", "person", "respondent_id"]),
+        (
+            "user_id",
+            [
+                "uid",
+                "userId",
+                "User ID",
+                "user_id:token",
+                "visitorid",
+                "person",
+                "respondent_id",
+                "learner",
+                "candidateId",
+                "profile",
+            ],
+        ),
         ("item_id", ["video", "movieId", "product-id", "parent_asin"]),
         ("watch_time", ["play_time_ms", "playedMs", "watch_time", "dwellTimeSeconds", "total_listen_time"]),
         ("watch_time", ["play_seconds", "watch_seconds", "listen_seconds", "stream_ms", "time_listened", "view_time"]),
@@ -54,7 +68,7 @@ def test_names_in_every_spelling(role, names):
     assert rank_as(role, "column_1") is None
     assert rank_as("item_id", "episode_minutes") is None
     assert rank_as("label", "average_rating") is rank_as("label", "_%") is None
-    assert behavior_of("is_addToCart") == "cart"
+    assert (behavior_of("is_addToCart"), behavior_of("applied")) == ("cart", "apply")
 
 
 @pytest.mark.parametrize(
@@ -65,11 +79,31 @@ def test_names_in_every_spelling(role, names):
         (["user_id", "wine_id", "beer_id"], None),
         (["user_id", "session_id", "category_id"], None),
         (["user_id", "anime_id", "wine_id"], "anime_id"),
+        (["user_id", "auction_id", "banner"], "banner"),
+        (["user_id", "auction_id", "leaflet"], None),
+        (["learner", "lesson_slug"], "lesson_slug"),
     ],
 )
 def test_the_only_id_of_something_is_the_item(names, item):
     columns = {name: [f"{name} {number % 7}" for number in range(40)] for name in names}
     assert recognize(facts(**columns, timestamp=SECONDS)).columns.item_id == item
+
+
+@pytest.mark.parametrize(
+    ("names", "keys", "found"),
+    [
+        (["user_id", "leaflet", "ward"], ["leaflet"], ("user_id", "leaflet")),
+        (["human", "item_id", "ward"], ["human"], ("human", "item_id")),
+        (["human", "item_id", "ward"], [], (None, "item_id")),
+        (["human", "item_id", "ward"], ["human", "ward"], (None, "item_id")),  # which of the two is not told
+        (["human", "item_id", "category_id"], ["category_id"], (None, "item_id")),
+        (["user_id", "leaflet", "wine_id"], ["leaflet"], ("user_id", "leaflet")),
+    ],
+)
+def test_a_column_with_a_table_of_its_own_is_what_no_name_says(names, keys, found):
+    columns = {name: [f"{name} {number % 7}" for number in range(40)] for name in names}
+    read = recognize(facts(**columns, timestamp=SECONDS), keys=keys)
+    assert (read.column("user_id"), read.column("item_id")) == found
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
