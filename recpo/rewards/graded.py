@@ -40,6 +40,8 @@ from recpo.base.feedback import GRADES
 from recpo.log.prepared import Period, Prepared, run_change
 from recpo.rewards.factors import Factors
 
+# options of priors that features of items or users join
+_SIDES: Final = ("item_features", "user_features", "user_factors")
 # events in one chunk of users; a user is never split
 CHUNK_EVENTS: Final = 1 << 16
 # a period of at most so many events, some 20 MB, stays in memory between the sweeps; else each sweep reads the shards
@@ -71,6 +73,10 @@ class FactorOptions:
     """features of the users give every user a prior mean, beside the history: true or false; null = where the prepared
     data have features of users, they are tried with the best of the other priors; with als, and for a held-out period,
     false. Only for variational"""
+    user_factors: bool | None = None
+    """the factors of a user are the features of the users themselves, at most 32 components, and none are learned: true
+    or false; null = where the prepared data have features of users, that is tried, too; with als, and for a held-out
+    period, false. Only for variational"""
     sweeps: PositiveInt = 20
     """passes over the training events per model"""
     warm_up: PositiveInt | None = None
@@ -103,7 +109,7 @@ class FactorOptions:
             if getattr(self, name) is not None and not getattr(self, name):
                 raise RecpoError(f"{name} is empty; give at least one", field=name, code="empty")
         given_priors = {"consumption": any(self.consumption or ())}
-        given_priors |= {name: bool(getattr(self, name)) for name in ("item_features", "user_features", "warm_up")}
+        given_priors |= {name: bool(getattr(self, name)) for name in (*_SIDES, "warm_up")}
         for name, given in given_priors.items():
             if self.method == "als" and given:
                 raise RecpoError(
@@ -134,7 +140,7 @@ class FactorOptions:
     def of(self, model: Factors) -> Self:
         """The options that fit a model like this one, without a choice."""
         chosen = model.facts["chosen"]
-        priors = {name: chosen[name] for name in ("item_features", "user_features")}
+        priors = {name: chosen[name] for name in _SIDES}
         if chosen["ridge"] is not None:
             return replace(self, ranks=(chosen["rank"],), ridges=(chosen["ridge"],), **priors)
         priors |= {"consumption": (chosen["consumption"],), "warm_up": chosen["warm_up"]}
@@ -150,6 +156,8 @@ class FactorOptions:
     @property
     def grid(self) -> list[tuple[int, float | None]]:
         """The pairs of rank and ridge to try; None = the ridge is learned."""
+        if self.user_factors:
+            return [(0, None)]
         if self.method == "variational":
             return [(rank, None) for rank in self.ranks or ((8, 16, 0) if self.period == "train" else (8,))]
         return list(product(self.ranks or (4, 8, 16), self.ridges))
@@ -174,6 +182,14 @@ class FactorOptions:
             has_features: there are features of users.
         """
         return self.user_features is None and has_features and self._tries_priors
+
+    def tries_user_factors(self, has_features: bool) -> bool:
+        """Whether the features of the users are tried as their factors.
+
+        Args:
+            has_features: there are features of users.
+        """
+        return self.user_factors is None and self.user_features is None and has_features and self._tries_priors
 
     @property
     def tries_late_priors(self) -> bool:

@@ -75,6 +75,11 @@ class UserTable(NamedTuple):
     table: Table
     rows: np.ndarray
 
+    def largest(self, count: int) -> UserTable:
+        """The ``count`` largest components; fewer where there are no more."""
+        table = self.table._replace(axes=self.table.axes[:, :count], center=self.table.center[:count])
+        return UserTable(table, self.rows[:, :count])
+
 
 class PriorFeatures(NamedTuple):
     """What prior means are linear in.

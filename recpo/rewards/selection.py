@@ -1,5 +1,6 @@
 """Fits a factor model and selects its rank, ridge and prior on the validation period."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
@@ -20,6 +21,9 @@ from recpo.rewards.graded import FactorOptions, chunks, mean_grade
 from recpo.rewards.prior_features import CONSUMPTION_PASSES, TABLE_PASSES, PriorFeatures, UserTable
 
 _USERS_PER_BATCH: Final = 256
+# components of the user table that are factors, at most; of large catalogs fewer: so many numbers are the covariances
+_MOST_FACTORS: Final = 32
+_MOST_NUMBERS: Final = 1 << 26
 #: maximum number of validation users, evenly spaced; enough to distinguish squared errors
 VALIDATION_USERS: Final = 20_000
 
@@ -35,9 +39,9 @@ def fit_factors(
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
     are folded in from the history before the period (``Factors.fold_in``), as in serving. The first rank is fitted with
     every prior (``FactorOptions.priors``), then with the best one and the features of the users, and the other ranks
-    with the best one of all. If the factors of the best model say little, the first rank is fitted once more with a
-    prior that is learned later, which prunes less (``recpo.rewards.variational``). The result is the model of the
-    training period. ``Factors.facts`` has all errors.
+    with the best one of all. Then the features of the users are tried as their factors. If the factors of the best
+    model say little, the first rank is fitted once more with a prior that is learned later, which prunes less
+    (``recpo.rewards.variational``). The result is the model of the training period. ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -49,17 +53,10 @@ def fit_factors(
     """
     mean, count = mean_grade(data, options.period)
     schema = data.feature_schema
-    given_sides: list[tuple[Side, bool | None]] = [("item", options.item_features), ("user", options.user_features)]
-    for side, given in given_sides:
-        if given and not schema.of(side):
-            raise RecpoError(
-                f"{data.root} has no features of {side}s: prepare the log with a table of {side}s, or leave "
-                f"{side}_features out",
-                code="missing_value",
-                field=f"{side}_features",
-            )
+    _validate_sides(data, options)
     priors, tries_users = options.priors(has_features=bool(schema.item)), options.tries_users(bool(schema.user))
-    models = len(options.grid) + len(priors) - 1 + tries_users
+    tries_factors = options.tries_user_factors(bool(schema.user))
+    models = len(options.grid) + len(priors) - 1 + tries_users + tries_factors
     asked = len(options.grid) * len(options.consumption or (0,))
     passes = models * options.sweeps + 1 + TABLE_PASSES * any(joined for _, joined in priors)
     passes += CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
@@ -70,7 +67,8 @@ def fit_factors(
         fit = _Fitting(data, mean, options, bar.update)
         first, *others = options.grid
         warm_up = options.warm_up or variational.WARM_UP
-        settings = [_Setting(*first, *prior, bool(options.user_features), warm_up) for prior in priors]
+        sides = bool(options.user_features or options.user_factors), bool(options.user_factors)
+        settings = [_Setting(*first, *prior, *sides, warm_up) for prior in priors]
         best = fit(settings[0])
         errors, targets = validation_errors(data, [best.model]) if options.period == "train" else ([], 0)
         if not targets and asked > 1:
@@ -96,21 +94,45 @@ def fit_factors(
             best = improved([best.setting._replace(user_features=True)])
         if others:
             best = improved([best.setting._replace(rank=rank, ridge=ridge) for rank, ridge in others])
+        if targets and tries_factors:
+            best = improved([_Setting(0, None, 0, any(joined for _, joined in priors), True, True, warm_up)])
         if targets and options.tries_late_priors and variational.is_pruned(best.model):
-            best = improved([best.setting._replace(rank=first[0], warm_up=variational.LATE_WARM_UP)])
+            best = improved(
+                [best.setting._replace(rank=first[0], user_factors=False, warm_up=variational.LATE_WARM_UP)]
+            )
         factors = best.finish(bar.update)
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
     return replace(factors, facts=facts | {"chosen": best.facts})
 
 
+def _validate_sides(data: Prepared, options: FactorOptions) -> None:
+    """Raises if features are asked for that the data do not have."""
+    sides: tuple[tuple[str, Side], ...] = (
+        ("item_features", "item"),
+        ("user_features", "user"),
+        ("user_factors", "user"),
+    )
+    for name, side in sides:
+        if getattr(options, name) and not data.feature_schema.of(side):
+            raise RecpoError(
+                f"{data.root} has no features of {side}s: prepare the log with a table of {side}s, or leave {name} out",
+                code="missing_value",
+                field=name,
+            )
+
+
 class _Setting(NamedTuple):
-    """What is tried: a rank, a ridge (None = it is learned), what prior means depend on, and when they are learned."""
+    """What is tried: a rank, a ridge (None = it is learned), what prior means depend on, and when they are learned.
+
+    Where the features of the users are their factors (``user_factors``), the rank is 0: none is learned.
+    """
 
     rank: int
     ridge: float | None
     consumption: int
     item_features: bool
     user_features: bool
+    user_factors: bool
     warm_up: int
 
 
@@ -144,7 +166,10 @@ class _Fitting:
         if ridge is None:
             features = self._features(setting)
             asked = replace(options, warm_up=setting.warm_up)
-            fit = variational.fit_items(data, mean, rank, asked, self.finished, features)
+            of_table = setting.user_factors and features.users is not None
+            if of_table:
+                rank = features.num_user_columns - features.history.shape[1]
+            fit = variational.fit_items(data, mean, rank, asked, self.finished, features, of_table=of_table)
             model = variational.plain_factors(data, fit, mean, options)
             return _Trial(setting, model, partial(variational.finish, data, model, period=options.period))
         items = graded.fit_items(data, mean, rank, ridge, options, self.finished)
@@ -158,7 +183,10 @@ class _Fitting:
             self._consumption[number] = made
         found = self._consumption[number]
         found = found.beside(self._item_table) if setting.item_features else found
-        return found._replace(users=self._user_table if setting.user_features else None)
+        users = self._user_table if setting.user_features else None
+        if users is not None and setting.user_factors:
+            users = users.largest(min(_MOST_FACTORS, math.isqrt(_MOST_NUMBERS // self.data.num_items)))
+        return found._replace(users=users)
 
     @cached_property
     def _item_table(self) -> PriorFeatures:

@@ -20,6 +20,10 @@ Both sides use the same code: with ``a_u = (p, b, 1)`` and ``ã_i = (q, 1, b)`` 
 other side only needs the moments ``E[ã ãᵀ]`` of an item. Memory holds one shard and the moments of the items' users,
 ``V (r + 2) (r + 3) / 2`` numbers.
 
+Where users have a table, their factors may also be given by it: ``m_z`` of the factors is the components of the table
+themselves (``factors_by_table``). Every item is then a regression on what is known of its users, which needs no taste
+of a single user: it is what a log with few positives, or few events per user, can tell.
+
 Features: ``recpo.rewards.prior_features``.
 """
 
@@ -47,6 +51,9 @@ _LEAST_VARIANCE: Final = 0.03
 SLOPE_RIDGE: Final = 1.0
 # the initial prior is a ridge of this many events
 _FIRST_RIDGE: Final = 2.0
+# variance of the factors of users around the components of their table, where these are the factors; the variance of
+# the largest component is 1
+_AROUND_TABLE: Final = 0.01
 
 
 class Gaussians(NamedTuple):
@@ -171,6 +178,8 @@ def fit_items(
     options: graded.FactorOptions,
     finished: Callable[[int], object],
     features: PriorFeatures | None = None,
+    *,
+    of_table: bool = False,
 ) -> Fit:
     """All sweeps over the events of the period that ``options`` names.
 
@@ -181,15 +190,16 @@ def fit_items(
         options: period, numbers of sweeps and seed.
         finished: called with the number of events that were read.
         features: what the prior means are linear in; None = nothing.
+        of_table: the factors of the users are the ``rank`` components of their table (``factors_by_table``).
     """
     features = PriorFeatures.none(data.num_items) if features is None else features
-    width, start = rank + 1, graded.first_factors(data.num_items, rank, options.seed)
+    width, start = rank + 1, graded.first_factors(data.num_items, rank, options.seed) * (not of_table)
     items = Gaussians(np.pad(start, ((0, 0), (0, 1))), np.zeros((data.num_items, width, width)))
     noise = grade_variance(data, mean, options.period)
     first = noise / _FIRST_RIDGE * np.eye(width)
     columns = features.items.shape[1], features.num_user_columns
     of_items, users = (Prior(np.zeros(width), first, np.zeros((number, width))) for number in columns)
-    before = of_items
+    before, users = of_items, factors_by_table(users) if of_table else users
     parts = graded.repeated(partial(graded.chunks, data, finished, options.period), finished)
     for sweep in range(options.sweeps):
         table, total = moments(items), graded.no_equations(data.num_items, width + 1)
@@ -207,8 +217,18 @@ def fit_items(
         if sweep >= (options.warm_up or WARM_UP):
             among.add(items, features.items)
             users, of_items = summed.prior(), among.prior()
+            users = factors_by_table(users) if of_table else users
         noise = (squared + squared_errors(total, items)) / events
     return Fit(items, users, before, noise, features)
+
+
+def factors_by_table(users: Prior) -> Prior:
+    """The prior of users whose factors are the components of their table, the last features; with the same bias."""
+    rank = len(users.mean) - 1
+    slopes = np.concatenate([np.zeros((len(users.slopes), rank)), users.slopes[:, -1:]], 1)
+    slopes[len(slopes) - rank :, :rank] = np.eye(rank)
+    variances = [*[_AROUND_TABLE] * rank, users.covariance[-1, -1]]
+    return Prior(np.append(np.zeros(rank), users.mean[-1]), np.diag(variances), slopes)
 
 
 def grade_variance(data: Prepared, mean: float, period: Period) -> float:

@@ -168,6 +168,7 @@ def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors,
             "consumption": 0,
             "item_features": False,
             "user_features": False,
+            "user_factors": False,
             "squared_error": None,
         }
     ]
@@ -195,6 +196,7 @@ def test_a_period_has_the_grades_of_its_own_events(data):
             "consumption": 0,
             "item_features": False,
             "user_features": False,
+            "user_factors": False,
             "warm_up": 3,
             "squared_error": None,
         }

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -11,6 +12,8 @@ import recpo
 from recpo.base.features import Categories, Category, Number, Vector
 from recpo.base.types import Features, Histories
 from recpo.log.feature_columns import FeatureColumns
+from recpo.log.schema import Columns
+from recpo.log.shaping import BinaryColumn
 from recpo.policies.grade_factors import damped_mean
 from recpo.rewards import graded, prior_features, selection
 from recpo.rewards.factors import Factors
@@ -181,7 +184,7 @@ def test_the_validation_period_accepts_or_refuses_the_prior(data, monkeypatch, e
 @pytest.mark.slow
 def test_features_are_tried_where_there_are_some(data, tmp_path):
     """In a growing catalog the features are all that is known of a new item."""
-    for side in ("item_features", "user_features"):
+    for side in ("item_features", "user_features", "user_factors"):
         with refused("missing_value", side):
             fit_factors(data, FactorOptions(ranks=(2,), sweeps=2, **{side: True}))
     world = recpo.simulate(tmp_path / "world", world="living", users=300, items=600, events=9000, seed=0)
@@ -189,13 +192,14 @@ def test_features_are_tried_where_there_are_some(data, tmp_path):
     tables = {"items": world.items, "users": world.users, "catalog": "items", "features": features}
     living = recpo.prepare(world.log, tmp_path / "prepared", **tables)
     model = fit_factors(living, FactorOptions(ranks=(4,), consumption=(0, 8)))
-    *found, with_users = model.facts["tried"]
+    *found, with_users, by_table = model.facts["tried"]
     tried = {(one["consumption"], one["item_features"]): one["squared_error"] for one in found}
     assert list(tried) == [(0, False), (0, True), (8, False), (8, True)]
     assert not any(one["user_features"] for one in found)
     best = min(found, key=lambda one: one["squared_error"])
     assert with_users | {"squared_error": 0} == best | {"user_features": True, "squared_error": 0}
-    assert model.facts["chosen"] == min(best, with_users, key=lambda one: one["squared_error"])
+    assert (by_table["rank"], by_table["item_features"], by_table["user_factors"]) == (0, True, True)
+    assert model.facts["chosen"] == min(best, with_users, by_table, key=lambda one: one["squared_error"])
     assert tried[0, True] < 0.97 * tried[0, False]
     assert model.facts["chosen"]["item_features"]
     # an item without events has the prior mean of its features, not that of all items
@@ -217,3 +221,31 @@ def test_held_out_errors_fall_where_exposures_carry_taste(tmp_path):
     assert with_it < without - 0.001  # measured: .0752 and .0737
     parts = partial(chunks, data)
     assert of_consumption(parts, data.num_items, 16, 0).items.shape == (data.num_items, 16)
+
+
+def test_what_groups_want_is_found_where_no_user_tells_it(tmp_path):
+    """Six events of a user and few positives: only many users of a group together say what it wants."""
+    random, users, items, groups = np.random.default_rng(0), 1_500, 30, 3
+    group, wanted = random.integers(0, groups, users), np.where(random.random((groups, items)) < 0.25, 0.25, 0.02)
+    user, item = np.repeat(np.arange(users), 6), random.integers(0, items, users * 6)
+    log = pd.DataFrame(
+        {"user_id": user, "item_id": item, "label": random.random(len(user)) < wanted[group[user], item]}
+    )
+    log["timestamp"] = 1_700_000_000_000 + random.integers(0, 20 * 86_400_000, len(user))
+    log = log.astype({"label": float}).sort_values("timestamp", ignore_index=True)
+    table = pd.DataFrame({"user_id": np.arange(users), "group": [f"group {one}" for one in group]})
+    options = {"label": BinaryColumn(), "columns": Columns(label="label", time_unit="ms")}
+    data = recpo.prepare(log, tmp_path / "prepared", users=table, **options)
+    model = fit_factors(data, FactorOptions())
+    assert model.facts["chosen"]["user_factors"]
+    without = [one["squared_error"] for one in model.facts["tried"] if not one["user_factors"]]
+    assert model.facts["chosen"]["squared_error"] < min(without) - 0.001
+    nobody = Histories(torch.zeros(users, 0).long(), torch.zeros(users).long(), torch.zeros(users, 0).long())
+    own = nobody._replace(user=data.user_features(np.arange(users)).tensors())
+    found = model.scores(model.fold_in(own)).numpy()
+    names = data.item_ids().to_external(np.arange(1, data.num_items + 1)).to_numpy()
+    ids = data.table("users.parquet", ["user_id"]).column(0).to_numpy()
+    assert np.corrcoef(found.ravel(), wanted[group[ids]][:, names].ravel())[0, 1] > 0.8
+    again = fit_factors(data, FactorOptions().of(model))  # the same model, without a choice
+    assert len(again.facts["tried"]) == 1
+    torch.testing.assert_close(again.item_factors, model.item_factors)
