@@ -23,7 +23,7 @@ CRITERION: Final = "AUC_mixed"
 CRITERIA: Final = {
     CRITERION: "how far positives rank above the same user's other exposures (weight .6) and above items that the "
     "user was never shown (.4)",
-    "NDCG": "how high the lists have what users chose: the period has too few exposures that they did not like",
+    "NDCG": "how high the lists have what users chose: too few users have both a positive and another exposure",
 }
 _LEAST_USERS: Final = 30
 #: A mean above so many half-widths is above 0 by a one-sided test at 5 %.
@@ -141,7 +141,9 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     ``AUC_mixed`` has the power to tell a policy from a baseline, but it also rewards what was likely to be shown, and
     weighs all ranks alike. So the strongest baseline is the one with the highest estimated reward (``reward_of``), and
     of the policies that pass, the one with the highest estimated reward ships: it is noisier, and it estimates what
-    people gain. By another criterion, both are the best ones by it.
+    people gain. Where no reward is known, both are the best ones by the criterion. ``NDCG@k`` with known rewards, where
+    hardly a user has both a positive and another exposure, rewards the imitation of the log, and lists that people like
+    less may have more of it: a policy must also have an estimated reward that is not below that of the baseline.
 
     Args:
         measured: the contenders on the same users.
@@ -156,12 +158,13 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     policies = [row for row in standings if not row.is_baseline and math.isfinite(row.value)]
     if not baselines:
         raise RecpoError("a decision needs a baseline to compare with", code="empty", field="contenders")
-    by_reward = criterion == CRITERION and any(math.isfinite(row.reward) for row in standings)
+    by_reward = any(math.isfinite(row.reward) for row in standings)
 
     def worth(row: Standing) -> float:
         return or_least(row.reward if by_reward else row.value)
 
-    strongest = max(baselines, key=worth).name
+    best = max(baselines, key=worth)
+    strongest = best.name
     if not policies:
         reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
         return Choice(strongest, strongest, None, None, None, reason, standings)
@@ -169,7 +172,8 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     weights, names = strong.precision.get(criterion), [row.name for row in policies]
     gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
     p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
-    sure = [row for row in policies if p_values[row.name] <= LEVEL]
+    least = worth(best) if by_reward and criterion != CRITERION else -math.inf
+    sure = [row for row in policies if p_values[row.name] <= LEVEL and worth(row) >= least]
     chosen = max(sure or policies[:1], key=worth)
     gain, p_value = estimate(gains[:, names.index(chosen.name)], weights), p_values[chosen.name]
     baseline = f"the strongest baseline{' by estimated reward' if strongest != baselines[0].name else ''}, {strongest},"
@@ -182,7 +186,9 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
         why = f", of {len(sure)} policies the one with the highest estimated reward," if told else ""
         reason = f"{chosen.name}{why} beats {baseline} by {known}"
     else:
-        reason = f"no policy beats {baseline} beyond doubt: {chosen.name}, the best one, differs by {known}"
+        less = p_value <= LEVEL and worth(chosen) < least
+        beyond = " without a lower estimated reward" if less else " beyond doubt"
+        reason = f"no policy beats {baseline}{beyond}: {chosen.name}, the best one, differs by {known}"
         reason += ", so the baseline ships"
     ships = chosen.name if sure else strongest
     return Choice(ships, strongest, chosen.name, gain, p_value, reason, standings)

@@ -400,7 +400,7 @@ class _ExtensionRun(PrepareRun):
             "watch_time_ties": old["watch_time_ties"],
             "dropped": dict(Counter(lost) + Counter(self.dropped)),
             "splits": periods,
-            "repeated_positives": now["repeated_positives"],
+            **{name: now[name] for name in ("repeated_targets", "repeated_positives")},
             **({shown: now[shown]} if shown in now else {}),
         }
 

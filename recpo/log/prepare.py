@@ -76,8 +76,8 @@ class Preparation:
     item on one UTC day, only the first one with the highest label stays"""
     repeats: bool | None = None
     """whether lists may have items of a user's past, as in music or groceries: training, evaluation and export follow
-    it. null = if all events are positive, and most of those of the validation period are of such items: what people
-    choose again, and not what they are shown again"""
+    it. null = if most positives of the validation period are of such items: what people choose again. Where not all
+    events are positive, three quarters must be, and liked at least as often as others, or they are only shown again"""
     features: feature_columns.FeatureColumns = feature_columns.FeatureColumns()  # noqa: RUF009  frozen
     """features of items, users and requests, and the columns that they are read from"""
     behaviors: Mapping[str, str | FlagColumn] | None = None
@@ -225,9 +225,7 @@ class PrepareRun:
     def _facts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The entries of the manifest about the options, what was fitted, and what was counted."""
         counts = {**self.counts, "dropped": self.dropped, "splits": writing.totals(shards, self.more.behaviors)}
-        chosen = all(counts["splits"][period]["positive"] == counts["splits"][period]["targets"] for period in PERIODS)
-        of_past = 2 * counts["repeated_positives"] > counts["splits"]["valid"]["positive"]
-        repeats = {"repeats": chosen and of_past if self.choice.repeats is None else self.choice.repeats}
+        repeats = {"repeats": chosen_again(counts) if self.choice.repeats is None else self.choice.repeats}
         return {
             "config": {**self.choice.describe(), "log": sorted(file.shown for file in self.log.files), **repeats},
             "columns": {column: self.log.columns.get(column) for column in LogColumns.ALL},
@@ -479,7 +477,7 @@ class PrepareRun:
             return shards
         shards = writing.write_past(self.engine.stream(self._past(period)), shards, self.partial)
         if period == VALID:
-            self.counts["repeated_positives"] = writing.repeated_positives(shards, self.partial, self.feedback.rule)
+            self.counts |= writing.repeated(shards, self.partial, self.feedback.rule)
         return shards
 
     def _write_shards(self, period: int, has_context: bool, first: int = 0) -> list[dict[str, Any]]:
@@ -500,6 +498,23 @@ class PrepareRun:
     def _written(self, rows: int) -> None:
         self.rows_written += rows
         self.place.bar.set_postfix_str(f"{self.rows_written:,} rows written")
+
+
+def chosen_again(counts: Mapping[str, Any]) -> bool:
+    """Whether people choose items of their past: most positives of the validation period are of such items.
+
+    Where offers are logged, an item may be there again because it was offered again. Then three quarters must be, and
+    such offers liked at least as often as others, so that people do not tire of them.
+
+    Args:
+        counts: of the manifest.
+    """
+    of_past, splits = counts["repeated_positives"], counts["splits"]
+    positives, targets = splits["valid"]["positive"], splits["valid"]["targets"]
+    chosen = all(splits[period]["positive"] == splits[period]["targets"] for period in PERIODS)
+    if chosen:
+        return 2 * of_past > positives
+    return 4 * of_past > 3 * positives and of_past * targets >= positives * counts["repeated_targets"]
 
 
 def describe(choice: Any) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from recpo.log.schema import EVENT_SCHEMA, PAST_SCHEMA, PERIODS, Derived, LogCol
 
 _ROW_GROUP: Final = 1 << 16
 _LEVEL_ROWS: Final = 1 << 14  # the computed sum stays in the cache
+_REPEATED: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX)
 _REPEATING: Final = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.FEEDBACK, LogColumns.DURATION, Derived.BEHAVIORS)
 
 
@@ -218,23 +219,26 @@ def write_past(batches: Iterable[pa.RecordBatch], shards: list[dict[str, Any]], 
     return [{**shard, "past": file} for shard, file in zip(shards, files, strict=True)]
 
 
-def repeated_positives(shards: Sequence[Mapping[str, Any]], root: Path, rule: FeedbackRule) -> int:
-    """Number of positive events of a held-out period whose items the users had before it; one shard in memory at once.
+def repeated(shards: Sequence[Mapping[str, Any]], root: Path, rule: FeedbackRule) -> dict[str, int]:
+    """Events of a held-out period whose items the users had before it; one shard in memory at once.
 
     Args:
         shards: the result of ``write_past``.
         root: the directory that the file names are relative to.
         rule: says which events are positive.
+
+    Returns:
+        Numbers of ``repeated_targets``, and of ``repeated_positives`` among them.
     """
-    names, found = (Derived.USER_INDEX, Derived.ITEM_INDEX, Derived.LABEL, LogColumns.DISLIKE, Derived.IS_TARGET), 0
+    names, targets, positives = (*_REPEATED, Derived.LABEL, LogColumns.DISLIKE, Derived.IS_TARGET), 0, 0
     for shard in shards:
         table, before = pq.read_table(root / shard["file"], columns=list(names)), pq.read_table(root / shard["past"])
-        user, item, label, dislike, is_target = (table[name].to_numpy() for name in names)
-        positive = rule.positive(label, dislike) & is_target
-        pairs = (user.astype(np.int64) << 32 | item)[positive]
-        past = [before[name].to_numpy().astype(np.int64) for name in (Derived.USER_INDEX, Derived.ITEM_INDEX)]
-        found += int(np.isin(pairs, past[0] << 32 | past[1]).sum())
-    return found
+        *pairs, label, dislike, is_target = (table[name].to_numpy() for name in names)
+        user, item, *past = (one.astype(np.int64) for one in (*pairs, *(before[name].to_numpy() for name in _REPEATED)))
+        again = np.isin(user << 32 | item, past[0] << 32 | past[1]) & is_target
+        targets += int(again.sum())
+        positives += int((again & rule.positive(label, dislike)).sum())
+    return {"repeated_targets": targets, "repeated_positives": positives}
 
 
 def _write_shard(block: pa.Table, file: Path, encoding: Encoding) -> dict[str, Any]:

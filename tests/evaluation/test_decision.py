@@ -126,11 +126,21 @@ def test_a_policy_of_unknown_reward_ships_if_no_other_passes_and_without_rewards
     assert math.isnan(reward_of(unknown, 10)[0])
     assert all(map(math.isnan, reward_of(als, 10)))
     # where positives alone decide, no exposure says what would have been gained
-    lists = [rewarded(one.name, one.result.per_user["AUC_mixed"], 0.5, metric="NDCG@10") for one in (unknown, low)]
+    lists = [measured(one.name, one.result.per_user["AUC_mixed"], metric="NDCG@10") for one in (unknown, low)]
     best = measured("als", noisy(0.6, 1), baseline=True, metric="NDCG@10")
-    found = choose([best, lists[0], lists[1]._replace(value=low.value)], "NDCG@10")
+    found = choose([best, *lists], "NDCG@10")
     assert found.name == found.standings[0].name == "unknown"
     assert found.reason.startswith("unknown beats")
+
+
+def test_by_ndcg_what_is_only_like_the_log_does_not_ship_where_rewards_are_known():
+    of = partial(rewarded, metric="NDCG@10")
+    rules, rate = of("rules", noisy(0.6, 1), 0.4, baseline=True), of("rate", noisy(0.5, 1), 0.6, baseline=True)
+    imitates, liked = of("imitates", noisy(0.8, 1), 0.5), of("liked", noisy(0.7, 1), 0.7)
+    found = choose([rules, rate, imitates], "NDCG@10")
+    assert (found.leader, found.strongest_baseline, found.name) == ("imitates", "rate", "rate")
+    assert choose([rules, rate, imitates, liked], "NDCG@10").name == "liked"
+    assert choose([rules, rate, imitates], "NDCG@10").reason.endswith("so the baseline ships")
 
 
 def test_a_policy_that_is_surely_better_ships_before_a_better_one_that_is_not_sure():

@@ -39,21 +39,8 @@ def test_the_unit_that_a_name_says(name, unit):
 @pytest.mark.parametrize(
     ("role", "names"),
     [
-        (
-            "user_id",
-            [
-                "uid",
-                "userId",
-                "User ID",
-                "user_id:token",
-                "visitorid",
-                "person",
-                "respondent_id",
-                "learner",
-                "candidateId",
-                "profile",
-            ],
-        ),
+        ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid", "person", "respondent_id"]),
+        ("user_id", ["learner", "candidateId", "profile"]),
         ("item_id", ["video", "movieId", "product-id", "parent_asin"]),
         ("watch_time", ["play_time_ms", "playedMs", "watch_time", "dwellTimeSeconds", "total_listen_time"]),
         ("watch_time", ["play_seconds", "watch_seconds", "listen_seconds", "stream_ms", "time_listened", "view_time"]),
