@@ -408,19 +408,32 @@ class _Recognizer:
         Returns:
             What to check.
         """
-        if {LogColumns.WATCH_TIME, LogColumns.LABEL} & self.columns.keys():
+        sparse = self._rarely_rated()
+        if LogColumns.WATCH_TIME in self.columns or (LogColumns.LABEL in self.columns and sparse is None):
             return []
         found = next(chain(self._behaviors_as_labels(), self._other_labels()), None)
         if found is None:
             return []
         label, unwanted = found
+        if sparse is not None and (isinstance(label, FlagColumn) or self.facts[label].nulls):
+            return []
         name = name_of(label)
         self.behaviors = {one: column for one, column in self.behaviors.items() if name_of(column) != name}
-        self._set(LogColumns.LABEL, label, "by its name, as no other column says how good an event was")
+        self._set(LogColumns.LABEL, label, "by its name, as no other column says how good every event was")
+        rated = (
+            "" if sparse is None else f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)"
+        )
         return [
+            *([rated] if rated else []),
             f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
-            "something else, remove it from prepare.yaml and choose label EveryEvent"
+            "something else, remove it from prepare.yaml and choose label EveryEvent",
         ]
+
+    def _rarely_rated(self) -> str | None:
+        """The column of the label, if it was found by its name and most events have none; None = it is another one."""
+        name = self._name(LogColumns.LABEL)
+        is_found = name is not None and self.how[LogColumns.LABEL] == "by its name"
+        return name if is_found and 2 * self.facts[str(name)].nulls > self.facts[str(name)].rows else None
 
     def _behaviors_as_labels(self) -> Iterator[tuple[str | FlagColumn, str]]:
         """The first behavior, by the order of names, whose flag has both values: its column, and other events."""

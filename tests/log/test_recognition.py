@@ -331,3 +331,15 @@ def test_a_named_column_with_other_values_is_a_question():
     found = recognize(facts(**BASE, title=["a", "b"] * 20), Columns(watch_time="title"))
     (question,) = found.questions
     assert "watch_time: `title` (a, b; 2 distinct) has other values" in question
+
+
+def test_a_rating_of_few_events_is_no_label_where_a_flag_says_how_good_every_event_was():
+    stars, done = [5, None, None, 3, None] * 8, [1, 0, 0, 1] * 10
+    found = recognize(facts(**BASE, stars=stars, completed=done))
+    assert found.column("label") == "completed"
+    assert any("--columns.label stars" in doubt for doubt in found.doubts)
+    assert recognize(facts(**BASE, stars=stars)).column("label") == "stars"
+    assert recognize(facts(**BASE, stars=stars, completed=[1, None] * 20)).column("label") == "stars"
+    assert recognize(facts(**BASE, stars=[5, 4, None, 3] * 10, completed=done)).column("label") == "stars"
+    given = recognize(facts(**BASE, stars=stars, completed=done), Columns(label="stars"))
+    assert given.column("label") == "stars"
