@@ -291,7 +291,7 @@ def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]
             if own in one.table.column_names
             and other not in one.table.column_names
             and one.table.num_columns + len(one.lists) > 1
-            and _is_key(one, own)
+            and _is_key(one, str(own))
         ]
         if suiting:
             tables[side] = str(max(suiting, key=lambda pair: pair[0])[1].files[0])

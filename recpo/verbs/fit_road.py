@@ -165,6 +165,14 @@ def place_of(root: Path, name: str) -> Path | str:
     return root / (fit_recipes.FACTORS if name == fit_recipes.FACTORS else f"{fit_recipes.RUNS}/{name}")
 
 
+def leaves_out(error: RecpoError) -> bool:
+    """Whether a training that failed so is left out, and the fit goes on.
+
+    It diverged or collapsed, or no user of its validation has the events that its monitor needs.
+    """
+    return error.code == "diverged" or (error.code, error.field) == ("empty", "monitor")
+
+
 class Road:
     """The steps of one fit.
 
@@ -275,7 +283,8 @@ class Road:
             changed: options that differ from them, by dotted name.
 
         Returns:
-            False if its training diverged or collapsed: it is no contender then.
+            False if its training diverged or collapsed, or nothing says which checkpoint is best: it is no contender
+            then.
         """
         self._asked[name] = recipe, changed or {}
         if self._key(name) in self.plan.failed or (recipe.after and self._key(recipe.after) in self.plan.failed):
@@ -290,7 +299,7 @@ class Road:
         try:
             self._do(words, partial(self._train, out, files, options))
         except RecpoError as error:
-            if error.code != "diverged":
+            if not leaves_out(error):
                 raise
             why = self.plan.failed[self._key(name)] = str(error).partition(". ")[0]
             self.say(f"{self._key(name)} is left out: {why}")
@@ -496,7 +505,7 @@ class Road:
                 try:
                     self._train(probes / name, self._files(recipe), options, [clock])
                 except RecpoError as error:  # it starts from a policy of a few steps; those that it took are timed
-                    if error.code != "diverged":
+                    if not leaves_out(error):
                         raise
                 seconds[name] = clock.seconds
         shutil.rmtree(probes, ignore_errors=True)

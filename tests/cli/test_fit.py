@@ -250,7 +250,8 @@ def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again(fitted
 @pytest.mark.slow
 def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_tilted_by_rules(demo, tmp_path, monkeypatch):
     found, tilts = inspect_log([str(demo.log / "log")]), []
-    data = recpo.prepare(**{**preparation_of(found), "split": LeaveLastOut()}, out=tmp_path / "prepared")
+    options = {**preparation_of(found), "split": LeaveLastOut(), "repeats": False}
+    data = recpo.prepare(**options, out=tmp_path / "prepared")
     road = road_of(data.root, tmp_path)
     road.measure("popularity")
     assert road.criterion == "NDCG@5"
@@ -393,12 +394,17 @@ def test_the_first_list_is_that_of_the_best_contender_so_far(prepared, tmp_path)
     assert not {*items} & {*seen}
 
 
-def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp_path, monkeypatch):
+#: Why a training is left out: no user of its validation need have both a positive and another exposure.
+LEFT_OUT = ({"code": "diverged"}, {"code": "empty", "field": "monitor"})
+
+
+@pytest.mark.parametrize("why", LEFT_OUT)
+def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp_path, monkeypatch, why):
     calls, said = [], []
 
     def collapse(self, out, files, options, callbacks=()):
         calls.append(out.name)
-        raise RecpoError("the policy has collapsed: entropy fell. Lower the learning rate", code="diverged")
+        raise RecpoError("the policy has collapsed: entropy fell. Lower the learning rate", **why)
 
     monkeypatch.setattr(Road, "_train", collapse)
     road = road_of(prepared, tmp_path, said.append)
@@ -412,13 +418,14 @@ def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp
     assert not again.train("gbpo", RECIPES["gbpo"])  # it would start from what was left out
 
 
-def test_steps_are_timed_also_where_the_policy_of_a_few_steps_collapses(prepared, tmp_path, monkeypatch):
+@pytest.mark.parametrize("why", LEFT_OUT)
+def test_steps_are_timed_also_where_the_policy_of_a_few_steps_collapses(prepared, tmp_path, monkeypatch, why):
     def collapse(self, out, files, options, callbacks=()):
         for _ in range(4):
             for one in callbacks:
                 one.on_train_batch_end(None, None, None, None, 0)
         if out.name == "mpo":
-            raise RecpoError("the policy has collapsed: entropy fell", code="diverged")
+            raise RecpoError("the policy has collapsed: entropy fell", **why)
 
     monkeypatch.setattr(Road, "_train", collapse)
     road = road_of(prepared, tmp_path)
