@@ -4,6 +4,7 @@
 decides, and what its lists are worth. Each function returns the log as a frame, the true value of every
 item for every user ``[users, items]``, and tables that lie beside the log, by name.
 
+- ``banners``: impressions of a Thompson sampler with propensities; a table of users explains most of the taste.
 - ``books``: ratings of 1 to 5 stars that people give to what they chose themselves, with a table of genres.
 - ``carts``: views, carts and purchases as rows of a shop.
 - ``clips``: watch times of people with several interests; half of them are shown what suits them.
@@ -11,6 +12,7 @@ item for every user ``[users, items]``, and tables that lie beside the log, by n
 - ``market``: the same of a shop where what is put into a cart is liked, and what is bought is also affordable.
 - ``news``: impressions and clicks; articles age, and half of a feed is personal.
 - ``shop``: purchases alone, of which one leads to the next.
+- ``songs``: plays of the radio and of a library, most of them to the end of the track.
 - ``thumbs``: thumbs up or down for offers of a bandit that knows no persons.
 """
 
@@ -29,6 +31,31 @@ KINDS: Final = dict(enumerate(("view", "cart", "purchase")))
 Array = np.ndarray
 Made = tuple[pd.DataFrame, Array, dict[str, pd.DataFrame]]
 Events = Iterator[tuple[Array, ...]]
+
+
+def banners(draw: np.random.Generator, users: int = 6_000, items: int = 80) -> Made:
+    """Three places of a page, with a few clicks in a hundred; the true value is the probability of one in the first."""
+    kind, segment, age = draw.integers(0, 8, items), draw.integers(0, 5, users), draw.integers(0, 5, users)
+    taste = draw.normal(0, 0.6, (5, 8))[segment] + draw.normal(0, 0.4, (5, 8))[age] + draw.normal(0, 0.25, (users, 8))
+    click = expit(taste[:, kind] + draw.normal(0, 0.4, items) - 4.1)
+    clicked, missed, places = np.ones(items), np.full(items, 40.0), np.array([1, 0.8, 0.65])
+    shown: list[list[tuple[Array, ...]]] = [[] for _ in range(users)]
+    for day in range(28):
+        drawn = np.argsort(-draw.beta(clicked, missed, (2_000, items)))[:, :3]
+        chance = np.stack([np.bincount(place, minlength=items) for place in drawn.T]) / len(drawn)
+        for user in np.flatnonzero(draw.random(users) < 0.3):
+            item = drawn[draw.integers(len(drawn))]
+            did = draw.random(3) < click[user, item] * places
+            np.add.at(clicked, item, did)
+            np.add.at(missed, item, ~did)
+            moment = np.full(3, START_MS + day * DAY_MS + draw.integers(DAY_MS))
+            shown[user].append((item, moment, did, chance[range(3), item]))
+    nothing = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0))
+    visits = (tuple(map(np.concatenate, zip(nothing, *own, strict=True))) for own in shown)
+    people = {"segment": [f"segment {one}" for one in segment], "age": [f"age {one}" for one in age]}
+    tables = {"items": pd.DataFrame({"item_id": np.arange(items), "kind": [f"kind {one}" for one in kind]})}
+    tables["users"] = pd.DataFrame({"user_id": np.arange(users), **people})
+    return frame(visits, "click", "propensity"), click, tables
 
 
 def books(draw: np.random.Generator, users: int = 3_000, items: int = 2_000) -> Made:
@@ -178,6 +205,28 @@ def shop(draw: np.random.Generator, users: int = 4_000, items: int = 1_500) -> M
     return log, np.exp((scores - scores.max(1, keepdims=True)) / 2), {}
 
 
+def songs(draw: np.random.Generator, users: int = 2_500, items: int = 2_000) -> Made:
+    """The true value is the expected share of the track that is heard; artists matter, and a library is heard again."""
+    genres, artists = 12, max(20, items // 8)
+    artist = draw.choice(artists, items, p=draw.dirichlet(np.full(artists, 1.0)))
+    genre, taste = draw.integers(0, genres, artists)[artist], draw.dirichlet(np.full(genres, 0.3), users)
+    like = np.log(taste[:, genre] + 0.02) + 2 + draw.normal(0, 0.8, (users, artists))[:, artist]
+    like += draw.normal(0, 0.5, items) + draw.normal(0, 0.5, (users, items))
+    whole, length, fame = expit(like), draw.lognormal(12.25, 0.25, items).astype(int), draw.normal(0, 1, items)
+
+    def events() -> Events:
+        for user, number in enumerate(draw.lognormal(4.1, 0.8, users).clip(8, 1_000).astype(int)):
+            library = top(fame + 1.6 * like[user], min(items // 4, draw.integers(8, 40)), draw)
+            radio = draw.choice(items, number, p=np.exp(fame) / np.exp(fame).sum())
+            item = np.where(draw.random(number) < draw.beta(2, 2), radio, draw.choice(library, number))
+            heard = np.minimum(length[item], 1_500 + draw.exponential(0.12 * length[item]).astype(int))
+            yield item, times(number, 56, draw), np.where(draw.random(number) < whole[user, item], length[item], heard)
+
+    log = frame(events(), "ms_played").assign(duration_ms=lambda made: length[made.item_id])
+    names = {"artist": [f"artist {one}" for one in artist], "genre": [f"genre {one}" for one in genre]}
+    return log, 0.12 + 0.88 * whole, {"items": pd.DataFrame({"item_id": np.arange(items), **names})}
+
+
 def thumbs(draw: np.random.Generator, users: int = 1_500, items: int = 800) -> Made:
     """A bandit offers three items a visit by how often each was liked; the true value is the probability of a like."""
     affinity = 0.6 * draw.normal(size=(users, 5)) @ draw.normal(size=(5, items))
@@ -198,7 +247,7 @@ def thumbs(draw: np.random.Generator, users: int = 1_500, items: int = 800) -> M
 
 
 GENERATORS: Final[dict[str, Callable[..., Made]]] = {
-    one.__name__: one for one in (books, carts, clips, groceries, market, news, shop, thumbs)
+    one.__name__: one for one in (banners, books, carts, clips, groceries, market, news, shop, songs, thumbs)
 }
 
 

@@ -490,12 +490,14 @@ def test_a_log_of_positives_has_what_was_liked_and_nothing_else(tmp_path, monkey
 
 
 LABELS_OF_OTHERS = {
+    "banners": "BinaryColumn",
     "books": "NumericColumn",
     "clips": "WatchQuantiles",
     "carts": "NumericColumn",
     "market": "NumericColumn",
     "news": "BinaryColumn",
     "shop": "EveryEvent",
+    "songs": "WatchQuantiles",
     "thumbs": "BinaryColumn",
 }
 
@@ -514,7 +516,9 @@ def test_logs_of_other_makers_are_read_as_they_are_meant_and_judged_by_their_own
     users, day = np.arange(120), 0.5
     known = Truth.load(world).expected_reward(users, np.tile(np.arange(60), (120, 1)), day)
     np.testing.assert_allclose(known, truth, atol=1e-6)
-    positive = {"books": "rating", "clips": "watch_ms", "news": "click", "thumbs": "like"}.get(name)
+    positive = {"books": "rating", "clips": "watch_ms", "news": "click", "songs": "ms_played", "thumbs": "like"}.get(
+        name
+    )
     if positive is not None:
         value = log[positive] / log.get("duration_ms", 1)
         assert np.corrcoef(value, truth[log["user_id"], log["item_id"]])[0, 1] > 0.2
