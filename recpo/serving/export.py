@@ -364,7 +364,7 @@ def facts_of(run: Run, policy: Policy, checkpoint: str, measured: Mapping[str, A
         run.configuration["policy"].get("init_args", {}),
         origin,
         card_facts(run, measured),
-        bool(data.get("repeats")),
+        run.repeats,
     )
 
 

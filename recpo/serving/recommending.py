@@ -297,9 +297,9 @@ def runtime_of(run: Run) -> tuple[Runtime, HistoryReader]:
     from recpo.serving.saved_policy import PolicyRuntime  # a bundle is served without torch and training
 
     policy = run.policy()
-    features = run.kept_features(policy)
-    reader = HistoryReader(run.items, run.feedback, policy.max_history, policy.reads_timestamps, features)
-    return PolicyRuntime(policy), reader
+    known, features = (run.items, run.feedback), run.kept_features(policy)
+    reader = HistoryReader(*known, policy.max_history, policy.reads_timestamps, features, run.repeats)
+    return PolicyRuntime(policy, repeats=run.repeats), reader
 
 
 def score(

@@ -354,12 +354,14 @@ class PolicyRuntime(Runtime):
         policy: in evaluation mode.
         like: a bundle or a runtime whose lists it makes; None = lists of any length, from times and whatever else the
             histories contain.
+        repeats: whether items of the history may be listed again, where nothing is ``like`` it.
     """
 
-    def __init__(self, policy: Policy, like: BundleManifest | Runtime | None = None) -> None:
+    def __init__(self, policy: Policy, like: BundleManifest | Runtime | None = None, repeats: bool = False) -> None:
         self.policy = policy
         self.num_items, self.max_history = policy.num_items, policy.max_history
-        self.reads = ProgramReads(policy.reads_timestamps) if like is None else replace(like.reads, mask=0)
+        own = ProgramReads(policy.reads_timestamps, repeats=repeats)
+        self.reads = own if like is None else replace(like.reads, mask=0)
         self.k = policy.num_items if like is None else like.k
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:

@@ -193,6 +193,11 @@ class Run(Artifact):
         content: dict[str, Any] = read_json(self.root / Run.ORIGIN, Run.REMEDY)
         return content
 
+    @property
+    def repeats(self) -> bool:
+        """Whether lists may have items of a user's past, as the prepared data said."""
+        return bool(self.origin.get("data", {}).get("repeats"))
+
     @cached_property
     def items(self) -> IdMap:
         """External ids of the items 1..V."""

@@ -303,8 +303,9 @@ class ContenderRuntime(Runtime):
         self._lists = loaded.recommend
         self.num_items, self.max_history, self.k = data.num_items, loaded.max_history, data.num_items
         features = PolicyFeatures(user=data.fitted_features("user")) if loaded.reads.user else PolicyFeatures()
-        self.reads = ProgramReads(user=features.user.features)
-        self.reader = HistoryReader(data.item_ids(), data.feedback, self.max_history, features=features)
+        self.reads = ProgramReads(user=features.user.features, repeats=data.repeats)
+        known = data.item_ids(), data.feedback
+        self.reader = HistoryReader(*known, self.max_history, features=features, repeats=data.repeats)
 
     def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
         ids, feedback = torch.from_numpy(inputs.item_ids), torch.from_numpy(inputs.feedback)

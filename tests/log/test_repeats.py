@@ -125,4 +125,17 @@ def test_a_run_and_its_bundle_follow_the_data(tmp_path):
         assert bundle.manifest.repeats == (not options)
         assert lists.item_id.isin(one.item_id).any() == (not options)
     tilted = recpo.tilt("popularity", "personal_popularity", data, out=tmp_path / "run", temperature=0.1)
-    assert recpo.export(tilted.run, out=tmp_path / "tilted", k=5).manifest.repeats
+    again = recpo.export(tilted.run, out=tmp_path / "tilted", k=5)
+    assert again.manifest.repeats
+    listed = [recpo.recommend(tilted.run, frame, k=5), again.recommend(frame, k=5)]
+    assert listed[0].item_id.tolist() == listed[1].item_id.tolist()
+    assert len(listed[0].merge(frame[["user_id", "item_id"]].drop_duplicates()))
+
+
+@pytest.mark.parametrize("again", [0.0, 0.9])
+def test_a_baseline_that_is_asked_for_lists_repeats_where_lists_may(tmp_path, again):
+    frame = log(again)
+    data = prepared(tmp_path, frame)
+    lists = recpo.recommend("popularity", frame, k=data.num_items, prepared=data)
+    had = lists.merge(frame[["user_id", "item_id"]].drop_duplicates())
+    assert (len(had) > 0) == data.repeats == (again > 0)
