@@ -497,7 +497,7 @@ LABELS_OF_OTHERS = {
     "market": "NumericColumn",
     "news": "BinaryColumn",
     "shop": "EveryEvent",
-    "songs": "WatchQuantiles",
+    "songs": "WatchRatio",
     "thumbs": "BinaryColumn",
 }
 
