@@ -166,7 +166,7 @@ def place_of(root: Path, name: str) -> Path | str:
 
 
 def leaves_out(error: RecpoError) -> bool:
-    """Whether a training that failed so is left out, and the fit goes on.
+    """Whether a training that failed so is left out, and the fit continues without it.
 
     It diverged or collapsed, or no user of its validation has the events that its monitor needs.
     """
