@@ -40,7 +40,12 @@ class Artifact:
         Raises:
             RecpoError: it is no such directory, is unfinished or damaged, or has another format version.
         """
-        return root if isinstance(root, Artifact) else cls._read(Path(root))
+        if isinstance(root, cls):
+            return root
+        if isinstance(root, Artifact):
+            message = f"expected {described(cls.kind)}, found {described(root.kind)}; make it with `{cls.made_by}`"
+            raise RecpoError(message, code="wrong_file", field=cls.kind)
+        return cls._read(Path(root))
 
     @classmethod
     def _read(cls, root: Path) -> Self:

@@ -80,7 +80,7 @@ class Factors(Artifact):
     """
 
     kind: ClassVar = "factors"
-    version: ClassVar = 8
+    version: ClassVar = 9
     made_by: ClassVar = "recpo factorize"
 
     mean: float

@@ -181,6 +181,12 @@ def test_what_was_changed_is_refused(factors, tmp_path, name):
         Factors.open(tmp_path / "factors")
 
 
+def test_what_is_open_is_opened_and_another_kind_is_refused(factors, data):
+    assert Factors.open(factors) is factors
+    with refused("wrong_file", "factors"):
+        Factors.open(data)
+
+
 def test_no_factors_another_version_and_a_missing_file_are_refused(factors, tmp_path):
     with refused("wrong_file", "manifest.json"):
         Factors.open(tmp_path)
