@@ -77,7 +77,7 @@ class Preparation:
     repeats: bool | None = None
     """whether lists may have items of a user's past, as in music or groceries: training, evaluation and export follow
     it. null = if most positives of the validation period are of such items: what people choose again. Where not all
-    events are positive, three quarters must be, and liked at least as often as others, or they are only shown again"""
+    events are positive, nine tenths must be, and liked at least as often as others, or they are only shown again"""
     features: feature_columns.FeatureColumns = feature_columns.FeatureColumns()  # noqa: RUF009  frozen
     """features of items, users and requests, and the columns that they are read from"""
     behaviors: Mapping[str, str | FlagColumn] | None = None
@@ -503,8 +503,8 @@ class PrepareRun:
 def chosen_again(counts: Mapping[str, Any]) -> bool:
     """Whether people choose items of their past: most positives of the validation period are of such items.
 
-    Where offers are logged, an item may be there again because it was offered again. Then three quarters must be, and
-    such offers liked at least as often as others, so that people do not tire of them.
+    Where offers are logged, an item may be there again because it was offered again. Then nine tenths must be, which
+    leaves little to learn from new items, and such offers liked at least as often as others: people do not tire.
 
     Args:
         counts: of the manifest.
@@ -514,7 +514,7 @@ def chosen_again(counts: Mapping[str, Any]) -> bool:
     chosen = all(splits[period]["positive"] == splits[period]["targets"] for period in PERIODS)
     if chosen:
         return 2 * of_past > positives
-    return 4 * of_past > 3 * positives and of_past * targets >= positives * counts["repeated_targets"]
+    return 10 * of_past > 9 * positives and of_past * targets >= positives * counts["repeated_targets"]
 
 
 def describe(choice: Any) -> dict[str, Any]:
