@@ -227,7 +227,8 @@ def _quiet_loggers() -> Iterator[None]:
 
     def report(fault: threading.ExceptHookArgs) -> None:
         if isinstance(fault.exc_value, OSError):
-            print(f"a log is no longer written: {describe_os_error(fault.exc_value)}", file=sys.stderr)
+            # one write: the thread of the log may end beside an error that is shown
+            sys.stderr.write(f"a log is no longer written: {describe_os_error(fault.exc_value)}\n")
         else:
             before(fault)
 
