@@ -420,14 +420,13 @@ class _Recognizer:
         name = name_of(label)
         self.behaviors = {one: column for one, column in self.behaviors.items() if name_of(column) != name}
         self._set(LogColumns.LABEL, label, "by its name, as no other column says how good every event was")
-        rated = (
-            "" if sparse is None else f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)"
-        )
-        return [
-            *([rated] if rated else []),
+        doubt = (
             f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
-            "something else, remove it from prepare.yaml and choose label EveryEvent",
-        ]
+            "something else, remove it from prepare.yaml and choose label EveryEvent"
+        )
+        if sparse is None:
+            return [doubt]
+        return [f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)", doubt]
 
     def _rarely_rated(self) -> str | None:
         """The column of the label, if it was found by its name and most events have none; None = it is another one."""

@@ -41,7 +41,7 @@ from recpo.log.prepared import Period, Prepared, run_change
 from recpo.rewards.factors import Factors
 
 # options of priors that features of items or users join
-_SIDES: Final = ("item_features", "user_features", "user_factors")
+SIDE_OPTIONS: Final = ("item_features", "user_features", "user_factors")
 # events in one chunk of users; a user is never split
 CHUNK_EVENTS: Final = 1 << 16
 # a period of at most so many events, some 20 MB, stays in memory between the sweeps; else each sweep reads the shards
@@ -109,7 +109,7 @@ class FactorOptions:
             if getattr(self, name) is not None and not getattr(self, name):
                 raise RecpoError(f"{name} is empty; give at least one", field=name, code="empty")
         given_priors = {"consumption": any(self.consumption or ())}
-        given_priors |= {name: bool(getattr(self, name)) for name in (*_SIDES, "warm_up")}
+        given_priors |= {name: bool(getattr(self, name)) for name in (*SIDE_OPTIONS, "warm_up")}
         for name, given in given_priors.items():
             if self.method == "als" and given:
                 raise RecpoError(
@@ -140,7 +140,7 @@ class FactorOptions:
     def of(self, model: Factors) -> Self:
         """The options that fit a model like this one, without a choice."""
         chosen = model.facts["chosen"]
-        priors = {name: chosen[name] for name in _SIDES}
+        priors = {name: chosen[name] for name in SIDE_OPTIONS}
         if chosen["ridge"] is not None:
             return replace(self, ranks=(chosen["rank"],), ridges=(chosen["ridge"],), **priors)
         priors |= {"consumption": (chosen["consumption"],), "warm_up": chosen["warm_up"]}
@@ -181,15 +181,7 @@ class FactorOptions:
         Args:
             has_features: there are features of users.
         """
-        return self.user_features is None and has_features and self._tries_priors
-
-    def tries_user_factors(self, has_features: bool) -> bool:
-        """Whether the features of the users are tried as their factors.
-
-        Args:
-            has_features: there are features of users.
-        """
-        return self.user_factors is None and self.user_features is None and has_features and self._tries_priors
+        return self.user_features is None and not self.user_factors and has_features and self._tries_priors
 
     @property
     def tries_late_priors(self) -> bool:

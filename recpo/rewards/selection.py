@@ -17,7 +17,7 @@ from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
 from recpo.rewards import graded, prior_features, variational
 from recpo.rewards.factors import Factors, plain
-from recpo.rewards.graded import FactorOptions, chunks, mean_grade
+from recpo.rewards.graded import SIDE_OPTIONS, FactorOptions, chunks, mean_grade
 from recpo.rewards.prior_features import CONSUMPTION_PASSES, TABLE_PASSES, PriorFeatures, UserTable
 
 _USERS_PER_BATCH: Final = 256
@@ -55,7 +55,7 @@ def fit_factors(
     schema = data.feature_schema
     _validate_sides(data, options)
     priors, tries_users = options.priors(has_features=bool(schema.item)), options.tries_users(bool(schema.user))
-    tries_factors = options.tries_user_factors(bool(schema.user))
+    tries_factors = tries_users and options.user_factors is None
     models = len(options.grid) + len(priors) - 1 + tries_users + tries_factors
     asked = len(options.grid) * len(options.consumption or (0,))
     passes = models * options.sweeps + 1 + TABLE_PASSES * any(joined for _, joined in priors)
@@ -97,9 +97,8 @@ def fit_factors(
         if targets and tries_factors:
             best = improved([_Setting(0, None, 0, any(joined for _, joined in priors), True, True, warm_up)])
         if targets and options.tries_late_priors and variational.is_pruned(best.model):
-            best = improved(
-                [best.setting._replace(rank=first[0], user_factors=False, warm_up=variational.LATE_WARM_UP)]
-            )
+            learned = best.setting._replace(rank=first[0], user_factors=False)
+            best = improved([learned._replace(warm_up=variational.LATE_WARM_UP)])
         factors = best.finish(bar.update)
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
     return replace(factors, facts=facts | {"chosen": best.facts})
@@ -107,12 +106,8 @@ def fit_factors(
 
 def _validate_sides(data: Prepared, options: FactorOptions) -> None:
     """Raises if features are asked for that the data do not have."""
-    sides: tuple[tuple[str, Side], ...] = (
-        ("item_features", "item"),
-        ("user_features", "user"),
-        ("user_factors", "user"),
-    )
-    for name, side in sides:
+    for name in SIDE_OPTIONS:
+        side: Side = "item" if name.startswith("item") else "user"
         if getattr(options, name) and not data.feature_schema.of(side):
             raise RecpoError(
                 f"{data.root} has no features of {side}s: prepare the log with a table of {side}s, or leave {name} out",
