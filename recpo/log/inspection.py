@@ -35,6 +35,7 @@ _MOST_WATCHED: Final = 100_000
 _MANY_ENDS: Final = 0.25
 _AT_THE_END: Final = 0.01  # of the duration, before its end or after
 _YEAR: Final = 365.0  # days
+_CENTURY: Final = 100 * _YEAR  # a log that spans it has numbers that are no times, which `prepare` refuses
 _NAMES_SHOWN: Final = 8
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
@@ -361,7 +362,7 @@ class _Moments(NamedTuple):
 
     Attributes:
         days: from the first to the last event.
-        by_day: number of events of each UTC day, the last day first.
+        by_day: number of events of each UTC day, the last day first; empty if one of them is no time.
     """
 
     days: float
@@ -374,8 +375,9 @@ class _Moments(NamedTuple):
         known = known[np.isfinite(known)]
         if not len(known):
             return None
-        day = np.floor(known).astype(np.int64)
-        return cls(float(known.max() - known.min()) + added, tuple(np.bincount(day.max() - day).tolist()))
+        span, day = float(known.max() - known.min()), np.floor(known).astype(np.int64)
+        by_day = np.bincount(day.max() - day) if span < _CENTURY else np.zeros(0, np.int64)
+        return cls(span + added, tuple(by_day.tolist()))
 
 
 def _moments(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> _Moments | None:
@@ -387,11 +389,12 @@ def _moments(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFact
         values = values.cast(values.type.value_type)
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
         milliseconds = values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())
-        return _Moments.of(pc.divide(milliseconds.cast(pa.float64()), MILLISECONDS_PER_DAY))
+        return _Moments.of(pc.divide(milliseconds.cast(pa.float64(), safe=False), MILLISECONDS_PER_DAY))
     if facts[column].is_number:
         if unit is None:
             return None
-        return _Moments.of(pc.multiply(values.cast(pa.float64()), MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY))
+        numbers = values.cast(pa.float64(), safe=False)
+        return _Moments.of(pc.multiply(numbers, MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY))
     try:
         dates = pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10).cast(pa.date32())
     except pa.ArrowInvalid:
