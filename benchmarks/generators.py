@@ -9,8 +9,10 @@ item for every user ``[users, items]``, and tables that lie beside the log, by n
 - ``carts``: views, carts and purchases as rows of a shop.
 - ``clips``: watch times of people with several interests; half of them are shown what suits them.
 - ``groceries``: purchases of things that people buy again, and of new ones.
+- ``jobs``: views and applications; a table says when a posting begins and ends.
 - ``market``: the same of a shop where what is put into a cart is liked, and what is bought is also affordable.
 - ``news``: impressions and clicks; articles age, and half of a feed is personal.
+- ``podcasts``: seconds heard of episodes, whose lengths are in a table.
 - ``shop``: purchases alone, of which one leads to the next.
 - ``songs``: plays of the radio and of a library, most of them to the end of the track.
 - ``thumbs``: thumbs up or down for offers of a bandit that knows no persons.
@@ -145,6 +147,32 @@ def groceries(draw: np.random.Generator, users: int = 2_000, items: int = 1_200)
     return frame(events()), bought, {}
 
 
+def jobs(draw: np.random.Generator, users: int = 3_000, items: int = 2_000) -> Made:
+    """The true value is the probability of an application, and 0 where a posting has ended when lists are made."""
+    fields, days, asked_at = 20, 60, 56
+    field, taste = draw.integers(0, fields, items), draw.dirichlet(np.full(fields, 0.25), users)
+    fit = 0.7 * np.log(taste[:, field] + 0.01) + 0.6 * draw.normal(size=(users, 6)) @ draw.normal(size=(6, items))
+    apply = expit(0.8 * (fit - fit.mean()) + draw.normal(0, 0.6, items) - 2.5)
+    begin = draw.uniform(-20, days, items)
+    end, fame = begin + draw.choice([7, 14, 30, 45], items), draw.normal(0, 0.8, items)
+
+    def events() -> Events:
+        for user in range(users):
+            visits = []
+            for day in np.sort(draw.uniform(0, days, max(2, draw.poisson(7)))):
+                item = top(fame + 0.5 * fit[user] - 1e9 * ((begin > day) | (end <= day)), 5, draw)
+                moment = START_MS + int(day * DAY_MS) + 20_000 * np.arange(5)
+                visits.append((item, moment, draw.random(5) < apply[user, item]))
+            yield tuple(map(np.concatenate, zip(*visits, strict=True)))
+
+    moments = {
+        f"{name}_at": pd.to_datetime(START_MS + day * DAY_MS, unit="ms")
+        for name, day in (("posted", begin), ("expires", end))
+    }
+    table = pd.DataFrame({"item_id": np.arange(items), "field": [f"field {one}" for one in field], **moments})
+    return frame(events(), "applied"), apply * ((begin <= asked_at) & (end > asked_at)), {"items": table}
+
+
 def market(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) -> Made:
     """Prices and purses differ; the true value is how probable a purchase is."""
     style = draw.normal(size=(30, 6))[draw.integers(0, 30, items)]
@@ -181,6 +209,26 @@ def news(draw: np.random.Generator, users: int = 3_000, items: int = 1_200) -> M
             yield tuple(np.concatenate(column) for column in zip(*feeds, strict=True))
 
     return frame(events(), "click"), click, {}
+
+
+def podcasts(draw: np.random.Generator, users: int = 2_500, items: int = 1_500) -> Made:
+    """The true value is the expected share of the episode that is heard; half of what is heard is of followed shows."""
+    shows, topics = max(20, items // 12), 10
+    show, topic = draw.integers(0, shows, items), draw.integers(0, topics, shows)
+    like = np.log(draw.dirichlet(np.full(topics, 0.3), users)[:, topic[show]] + 0.02) + 1.8
+    like += draw.normal(0, 0.9, (users, shows))[:, show] + draw.normal(0, 0.5, items)
+    share, minutes, fame = expit(like), draw.lognormal(3.4, 0.6, items).round(1), draw.normal(0, 1, shows)[show]
+
+    def events() -> Events:
+        for user, number in enumerate(draw.lognormal(3.5, 0.7, users).clip(6, items / 4).astype(int)):
+            score = np.where(draw.random(shows)[show] < 0.5, like[user], 0) + fame + draw.gumbel(size=items)
+            item = draw.permutation(np.argsort(-score)[:number])
+            mean = share[user, item].clip(0.02, 0.98)
+            heard = np.where(draw.random(number) < 0.5 * mean, 1.0, draw.beta(2 * mean, 2.5 * (1 - mean)))
+            yield item, times(number, 40, draw), (60 * minutes[item] * heard).round()
+
+    names = {"show": [f"show {one}" for one in show], "episode_minutes": minutes}
+    return frame(events(), "listened_seconds"), share, {"items": pd.DataFrame({"item_id": np.arange(items), **names})}
 
 
 def shop(draw: np.random.Generator, users: int = 4_000, items: int = 1_500) -> Made:
@@ -247,7 +295,8 @@ def thumbs(draw: np.random.Generator, users: int = 1_500, items: int = 800) -> M
 
 
 GENERATORS: Final[dict[str, Callable[..., Made]]] = {
-    one.__name__: one for one in (banners, books, carts, clips, groceries, market, news, shop, songs, thumbs)
+    one.__name__: one
+    for one in (banners, books, carts, clips, groceries, jobs, market, news, podcasts, shop, songs, thumbs)
 }
 
 

@@ -23,11 +23,11 @@ from recpo.base.errors import RecpoError
 from recpo.base.frames import FrameOrPath, first_values, id_column, optional_times, read_frame, require_columns
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
-from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, POSITIONS, Derived, LogColumns
+from recpo.log.schema import ALWAYS, AVAILABILITY, NEVER, POSITIONS, LogColumns
 
 #: Every item is a candidate.
 ALL: Final = "all"
-ITEM_ID, AVAILABLE_FROM = LogColumns.ITEM_ID, Derived.AVAILABLE_FROM
+ITEM_ID, (AVAILABLE_FROM, AVAILABLE_UNTIL) = LogColumns.ITEM_ID, AVAILABILITY
 
 HeldOut = Literal["valid", "test"]
 
@@ -131,20 +131,20 @@ def candidates_of(data: Prepared, split: HeldOut, given: Given) -> Candidates | 
     Args:
         data: prepared data.
         split: the period.
-        given: a table; "all" = every item; None = ``available_from`` of the prepared item table, or every item if it
-            has no such column.
+        given: a table; "all" = every item; None = the times of the prepared item table, or every item if it has none.
 
     Raises:
         RecpoError: the table cannot be read, lacks a column, names an item twice, or names no item of the catalog; or
             the log has positions instead of times.
     """
     table = table_of(given)
-    times = available_from(data) if given is None else None
+    available = data.item_ids().available if given is None else None
     if table is not None:
         times, until = _read(table, data)
         source = table.path or "a frame in memory"
-    elif times is not None:
-        until, source = np.full(len(times), NEVER), "available_from of the prepared data"
+    elif available is not None:
+        times, until = (np.insert(limits, 0, limit) for limits, limit in zip(available, (ALWAYS, NEVER), strict=True))
+        source = "availability of the items in the prepared data"
     else:
         return None
     if has_positions(data) and ((times[1:] > ALWAYS) & (times[1:] < NEVER)).any():
@@ -155,15 +155,6 @@ def candidates_of(data: Prepared, split: HeldOut, given: Given) -> Candidates | 
             field="candidates",
         )
     return Candidates(times, until, begin_of(data, split), source)
-
-
-def available_from(data: Prepared) -> NDArray[np.int64] | None:
-    """``[V + 1]`` milliseconds since the epoch from which items are available; None = the data do not contain it."""
-    items = data.table("items.parquet")
-    if AVAILABLE_FROM not in items.column_names:
-        return None
-    times = items.column(AVAILABLE_FROM).cast(pa.int64()).fill_null(ALWAYS).to_numpy()
-    return np.concatenate([[ALWAYS], times])
 
 
 def has_positions(data: Prepared) -> bool:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.features import is_text
-from recpo.log.schema import DATED, MILLISECONDS_PER_UNIT, LogColumns
+from recpo.log.schema import DATED, MILLISECONDS_PER_UNIT, Derived, LogColumns
 
 Kind = Literal["whole", "number", "flag", "text", "time", "other"]
 
@@ -378,6 +378,35 @@ _UNDONE: Final = ("remove", "delete", "cancel", "return", "refund", "unlike", "u
 SKIPS: Final = ("skip", "skipped", "bounce", "bounced")
 UNSKIPPED: Final = ("0", "false", "False", "FALSE")
 
+#: Words for the begin and the end of an item's availability, in names of times.
+_BOUNDS: Final = {
+    Derived.AVAILABLE_FROM: frozenset(
+        {"availablefrom", "availablesince", "validfrom", "onlinesince", "published", "publish", "publication", "pub"}
+        | {"posted", "post", "listed", "listing", "originallisted", "created", "creation", "release", "released"}
+        | {"uploaded", "upload", "added", "launch", "launched", "opens", "opened", "firstpublished"}
+    ),
+    Derived.AVAILABLE_UNTIL: frozenset(
+        {"availableuntil", "availableto", "validuntil", "validto", "validthrough", "expires", "expire", "expired"}
+        | {
+            "expiry",
+            "expiration",
+            "closed",
+            "closes",
+            "closing",
+            "close",
+            "ended",
+            "ends",
+            "end",
+            "removed",
+            "delisted",
+        }
+        | {"unlisted", "deadline", "applicationdeadline", "sold", "deleted", "withdrawn", "retired", "archived"}
+        | {"discontinued", "deactivated", "offlinesince", "bookinguntil", "onlineuntil", "saleend", "salesend"}
+    ),
+}
+#: Words for times, which may follow these.
+_OF_TIMES: Final = frozenset({"at", "on", "date", "time", "timestamp", "ts", "dt", "datetime", "utc", "day"})
+
 _UNITS: Final[dict[str, str]] = {
     **dict.fromkeys(("ns", "nanos", "nanoseconds"), "ns"),
     **dict.fromkeys(("us", "micros", "microseconds"), "us"),
@@ -432,6 +461,13 @@ def rank_as(column: str, name: str) -> int | None:
     if found is not None or column != LogColumns.LABEL or _OF_OTHERS & set(words(name)):
         return found
     return len(names) if words(name)[-1:] in (["rating"], ["stars"]) else None  # Book-Rating
+
+
+def bound_of(name: str) -> str | None:
+    """The bound of an item's availability that a column of times is called; None = neither."""
+    said = [word for word in words(name) if word not in _OF_TIMES and word not in _UNITS]
+    said = said[1:] if len(said) > 1 and said[0] in (*_ITEMS, *_ITEMS_WITH_ID) else said
+    return next((bound for bound, names in _BOUNDS.items() if "".join(said) in names), None)
 
 
 def behavior_of(name: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
-from operator import add
+from operator import add, gt, lt
 from typing import Any, Final, Literal
 
 import ibis
@@ -14,6 +14,7 @@ from recpo.base.feedback import FeedbackRule
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import (
+    AVAILABILITY,
     DATED,
     MILLISECONDS_PER_DAY,
     MILLISECONDS_PER_UNIT,
@@ -145,7 +146,7 @@ def standardize(raw: ir.Table, mapping: Columns, max_watch_time: float, more: Ev
         item_id=raw[LogColumns.ITEM_ID],
         timestamp=timestamp_ms(raw[LogColumns.TIMESTAMP], unit) if is_timed else ibis.null("int64"),
         watch_ms=_kept(watch, watch.between(0, max_watch_time * 1000)).round().cast("int64"),
-        duration_ms=_kept(duration, (duration > 0) & ~duration.isinf()).round().cast("int64"),
+        duration_ms=whole_duration(duration),
         dislike=_flag(raw, LogColumns.DISLIKE),
         value=_kept(label, ~label.isinf()),
         propensity=_kept(propensity, (propensity > 0) & (propensity <= 1)),
@@ -187,6 +188,11 @@ def _context(column: ir.Value, feature: Feature) -> ir.Value:
 def length_ms(raw: ir.Table, column: str, unit: str | None) -> ir.FloatingColumn:
     """A watch time or duration in milliseconds as float64; null if the log has no such column or value."""
     return _optional_number(raw, column) * MILLISECONDS_PER_UNIT[unit or "s"]
+
+
+def whole_duration(milliseconds: ir.FloatingColumn) -> ir.IntegerColumn:
+    """A duration in whole milliseconds; null if it is missing or impossible."""
+    return _kept(milliseconds, (milliseconds > 0) & ~milliseconds.isinf()).round().cast("int64")
 
 
 def _optional_number(raw: ir.Table, column: str) -> ir.FloatingColumn:
@@ -245,6 +251,8 @@ def duration_power(events: ir.Table, base: float) -> ir.FloatingColumn:
     seconds = events[Derived.DURATION_MS].cast("float64") / 1000.0 + 1e-6
     return seconds.ln() / ibis.literal(base, type=dt.float64).ln()
 
+
+AVAILABLE_FROM, AVAILABLE_UNTIL = AVAILABILITY
 
 CatalogScope = Literal["train", "log", "items"]
 """Which items to keep: those of the train period, of the whole log, or of the train period and the item table."""
@@ -313,7 +321,7 @@ def _by_period(engine: Engine, events: ir.Table) -> dict[int, int]:
     return counts | {row[Derived.PERIOD]: row["rows"] for row in rows}
 
 
-def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available: ir.Table | None = None) -> ir.Table:
+def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available: ir.Table | None) -> ir.Table:
     """The rows of ``items.parquet``: index, external id, train events, train positives, median duration in seconds.
 
     The median of an even number of durations is the lower of the two middle ones.
@@ -322,7 +330,7 @@ def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available:
         items: ids and indices.
         events: labeled events.
         rule: what makes an event positive.
-        available: the result of ``available_from``, which adds a column ``available_from``; None = no such column.
+        available: the result of ``availability``, which adds its columns of times; None = there are none.
     """
     train = events.filter(events[Derived.PERIOD] == TRAIN)
     liked = rule.positive(train[Derived.LABEL].cast("float32"), train[LogColumns.DISLIKE])
@@ -339,31 +347,44 @@ def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available:
         train_count=joined.train_count.fill_null(0),
         train_positives=joined.train_positives.fill_null(0),
         duration=(joined.median_ms.cast("float64") / 1000.0).cast("float32"),
-        **({} if available is None else {Derived.AVAILABLE_FROM: joined[Derived.AVAILABLE_FROM]}),
+        **{name: joined[name] for name in AVAILABILITY if name in joined.columns},
     ).order_by(Derived.ITEM_INDEX)
 
 
-def available_from(items: ir.Table, events: ir.Table, given: ir.Table) -> ir.Table:
-    """The time from which each item may be recommended: ``item_index``, ``available_from`` in ms, and ``earlier``.
+def availability(items: ir.Table, events: ir.Table, given: ir.Table) -> ir.Table:
+    """When each item may be recommended: ``item_index`` and the times of ``given``.
 
-    An item that was shown before the time in the item table was already available then: its first event determines
-    ``available_from``, and ``earlier`` is true.
+    An item that was shown before ``available_from`` of the item table was already available then, so its first event
+    determines it. One that a held-out period shows at ``available_until`` or later was available until after that.
 
     Args:
         items: ids and indices.
         events: all events of kept items.
-        given: ``item_id`` and ``available_from`` of the item table, null = always.
+        given: ``item_id``, and ``available_from`` or ``available_until`` in ms of the item table, null = no limit.
     """
-    known = given.filter(given[Derived.AVAILABLE_FROM].notnull()).inner_join(items, LogColumns.ITEM_ID)
-    shown = events.group_by(Derived.ITEM_INDEX).aggregate(shown=events[LogColumns.TIMESTAMP].min())
-    joined = known.left_join(shown, Derived.ITEM_INDEX)
-    time = joined[Derived.AVAILABLE_FROM]
-    earlier = (joined["shown"] < time).fill_null(False)
-    return joined.select(
-        Derived.ITEM_INDEX,
-        ibis.ifelse(earlier, joined["shown"], time).name(Derived.AVAILABLE_FROM),
-        earlier=earlier,
-    )
+    time = events[LogColumns.TIMESTAMP]
+    # held-out events alone: an extension does not see all events of the train period
+    end = time.max(where=events[Derived.PERIOD] > TRAIN) + 1
+    shown = events.group_by(Derived.ITEM_INDEX).aggregate(first=time.min(), end=end)
+    joined = given.inner_join(items, LogColumns.ITEM_ID).left_join(shown, Derived.ITEM_INDEX)
+    settled = {
+        name: ibis.ifelse(is_wrong(joined[name], joined[bound]).fill_null(False), joined[bound], joined[name])
+        for name, is_wrong, bound in ((AVAILABLE_FROM, gt, "first"), (AVAILABLE_UNTIL, lt, "end"))
+        if name in given.columns
+    }
+    return joined.select(Derived.ITEM_INDEX, **settled)
+
+
+def with_durations(events: ir.Table, given: ir.Table) -> ir.Table:
+    """The events, where a duration is missing with that of the item.
+
+    Args:
+        events: standard events.
+        given: ``item_id`` and ``duration_ms`` of the item table.
+    """
+    own = Derived.DURATION_MS
+    joined = events.left_join(given.rename(of_item=own), LogColumns.ITEM_ID)
+    return joined.mutate(**{own: joined[own].coalesce(joined.of_item)}).select(events.columns)
 
 
 def _median_duration(train: ir.Table) -> ir.Table:

@@ -20,7 +20,6 @@ import ibis
 import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
@@ -28,13 +27,23 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import SIDES, Categories, Category, Feature, Side, plain_type
 from recpo.log import schema
 from recpo.log.engine import Engine
-from recpo.log.events import appended, item_indices, item_table, more_columns, name_requests, time_order, user_indices
+from recpo.log.events import (
+    appended,
+    item_indices,
+    item_table,
+    length_ms,
+    more_columns,
+    name_requests,
+    time_order,
+    user_indices,
+    whole_duration,
+)
 from recpo.log.feature_columns import CONTEXT
 from recpo.log.feature_tables import ID, TableSide, write_table
 from recpo.log.files import wider_type
 from recpo.log.id_map import IdMap
 from recpo.log.locations import Place, locate
-from recpo.log.prepare import STAGES, Preparation, PrepareRun
+from recpo.log.prepare import SHOWN_OUTSIDE, STAGES, Preparation, PrepareRun
 from recpo.log.prepared import HELD_OUT, ITEMS, QUANTILES, USERS, Prepared
 from recpo.log.previous import BEFORE, EARLIER, IS_KEPT, KEPT_LABEL, PreviousData, kept_preparation, validate_sources
 from recpo.log.schema import PERIODS, RETIRED, TIE_RULE, TRAIN, Derived, Fault, LogColumns
@@ -301,10 +310,10 @@ class _ExtensionRun(PrepareRun):
         """See ``PrepareRun``. The counts of the events that became train are added to the previous ones."""
         available, types = self._available(), self.log.types
         fresh = item_table(self.items, self.events, self.choice.feedback, available)
-        table = self.engine.table(_with_kept(fresh, self.before.table(ITEMS)))
-        table = table.cast(schema.item_schema(types, available is not None)).combine_chunks()
+        table = self.engine.table(self._with_own_durations(_with_kept(fresh, self.before.table(ITEMS))))
+        table = table.cast(schema.item_schema(types, self._times)).combine_chunks()
         if available is not None:
-            self._count_shown_before(table[Derived.AVAILABLE_FROM])
+            self._count_shown_outside(table)
         if len(retired := self._retired(table[LogColumns.ITEM_ID].combine_chunks())):
             table = table.append_column(RETIRED, pa.array(np.isin(table[Derived.ITEM_INDEX].to_numpy(), retired)))
         write_parquet(table, self.partial / ITEMS)
@@ -315,22 +324,17 @@ class _ExtensionRun(PrepareRun):
         self.trained = self.engine.count(rows.filter(rows.train_count > 0))
         return {"num_items": len(table), "num_users": self._write_rows(rows, schema.user_schema(types), USERS)}
 
-    def _given_times(self) -> ir.Table | None:
+    def _given_times(self) -> ir.Table:
         """The times of the new item table; for items that it lacks, the previous times."""
-        today = super()._given_times()
-        if today is None:
-            return None
-        kept = self.before.table(ITEMS).select(LogColumns.ITEM_ID, Derived.AVAILABLE_FROM)
+        today = self._table_times()
+        kept = self.before.table(ITEMS).select(today.columns)
         return appended(today, kept.anti_join(today, LogColumns.ITEM_ID))
 
-    def _count_shown_before(self, available: pa.ChunkedArray) -> None:
-        """Counts the items that were shown before their time in the new item table."""
-        today = super()._given_times()
-        assert today is not None
-        found = self.engine.table(today.inner_join(self.items, LogColumns.ITEM_ID))
-        said = found[Derived.AVAILABLE_FROM]
-        earlier = pc.less(available.take(pc.subtract(found[Derived.ITEM_INDEX], 1)), said)
-        self.counts["shown_before_available_from"] = pc.sum(earlier).as_py() or 0
+    def _given_durations(self) -> ir.Table:
+        """The durations of the new item table; for items that it lacks, the previous ones."""
+        today, kept = super()._given_durations(), self.before.table(ITEMS)
+        length = whole_duration(length_ms(kept, LogColumns.DURATION, "s")).name(Derived.DURATION_MS)
+        return appended(today, kept.select(LogColumns.ITEM_ID, length).anti_join(today, LogColumns.ITEM_ID))
 
     def _write_features(self) -> None:
         """Writes the features of all items and users (``write_table``); what was fitted is kept."""
@@ -391,7 +395,6 @@ class _ExtensionRun(PrepareRun):
         old, now = self.data.manifest["counts"], self.counts
         lost = {reason: count for reason, count in old["dropped"].items() if not reason.endswith(("(valid)", "(test)"))}
         periods = totals(shards, self.more.behaviors)
-        shown = "shown_before_available_from"
         periods["train"]["users"] = self.trained
         return {
             "read": old["read"] + now["read"],
@@ -401,7 +404,7 @@ class _ExtensionRun(PrepareRun):
             "dropped": dict(Counter(lost) + Counter(self.dropped)),
             "splits": periods,
             **{name: now[name] for name in ("repeated_targets", "repeated_positives")},
-            **({shown: now[shown]} if shown in now else {}),
+            **{name: now[name] for name in SHOWN_OUTSIDE if name in now},
         }
 
     def _link(self, name: str) -> None:
@@ -443,7 +446,7 @@ def _with_kept(fresh: ir.Table, kept: ir.Table) -> ir.Table:
     for name in ("train_count", "train_positives"):
         columns[name] += rows[f"kept_{name}"].fill_null(0)
     columns[duration] = rows[f"kept_{duration}"].coalesce(rows[duration])
-    if available in columns:  # until an item's first train event, the item table decides
+    if available in columns:  # until an item's first train event, the item table decides; of its end, always
         trained = rows["kept_train_count"] > 0
         columns[available] = ibis.ifelse(trained, rows[f"kept_{available}"], rows[available])
     return rows.select(**columns).order_by(item)

@@ -9,7 +9,16 @@ from typing import Any, Final, Literal
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
-from recpo.log.schema import Derived, FlagColumn, LogColumns, PresetName, TimeUnit, validate_flag
+from recpo.log.schema import (
+    AVAILABILITY,
+    Derived,
+    DurationUnit,
+    FlagColumn,
+    LogColumns,
+    PresetName,
+    TimeUnit,
+    validate_flag,
+)
 
 TableSide = Literal["item", "user"]
 #: Prefix of event columns for behaviors and request features while a log is prepared.
@@ -18,6 +27,8 @@ BEHAVIOR, CONTEXT = "behavior_", "context_"
 ENCODED: Final = "encoded_"
 #: Prefix of table columns for features while a file is read.
 FEATURE: Final = "feature_"
+#: Options that name columns of the item table beside its features.
+ITEM_FACTS: Final = (*AVAILABILITY, LogColumns.DURATION)
 _MOST_BEHAVIORS: Final = 31  # bits of an int32
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TAKEN: Final = frozenset({*LogColumns.ALL, Derived.FEEDBACK, "behaviors", "exclude", "k"})
@@ -38,7 +49,12 @@ class FeatureColumns:
         user_id: column of the user id in the user table; null = as in the log.
         available_from: column of the item table with the time from which an item may be recommended. It is not a
             feature. null = the preset's, or none.
-        available_from_unit: unit of a numeric ``available_from``.
+        available_until: column of the item table with the first time at which an item may no longer be recommended,
+            such as the end of an offer. It is not a feature. null = none.
+        available_unit: unit of numeric ``available_from`` and ``available_until``.
+        duration: column of the item table with the duration of the item, for events without one in the log. null =
+            none.
+        duration_unit: unit of ``duration``.
     """
 
     item: tuple[Feature, ...] | None = None
@@ -47,7 +63,10 @@ class FeatureColumns:
     item_id: str | None = None
     user_id: str | None = None
     available_from: str | None = None
-    available_from_unit: TimeUnit = "ms"
+    available_until: str | None = None
+    available_unit: TimeUnit = "ms"
+    duration: str | None = None
+    duration_unit: DurationUnit = "s"
 
     def __post_init__(self) -> None:
         for side in SIDES:
@@ -63,10 +82,9 @@ class FeatureColumns:
     def over(self, preset: FeatureColumns) -> FeatureColumns:
         """These columns, completed by ``preset``."""
         said: dict[str, Any] = {side: self.of(side) for side in SIDES if self.of(side) is not None}
-        if self.available_from is not None:
-            said |= {"available_from": self.available_from, "available_from_unit": self.available_from_unit}
-        said |= {name: getattr(self, name) for name in ("item_id", "user_id") if getattr(self, name) is not None}
-        return replace(preset, **said)
+        named = ("item_id", "user_id", *ITEM_FACTS)
+        said |= {name: getattr(self, name) for name in named if getattr(self, name) is not None}
+        return replace(preset, **said, available_unit=self.available_unit, duration_unit=self.duration_unit)
 
     def to_json(self) -> dict[str, Any]:
         """The columns as they were given, for the manifest."""

@@ -20,17 +20,16 @@ from recpo.base.features import Categories, Category, Feature, Number, Side, Vec
 from recpo.log import csv_files
 from recpo.log.engine import Engine
 from recpo.log.events import absent, timestamp_ms
-from recpo.log.feature_columns import FEATURE, FeatureColumns, TableSide
+from recpo.log.feature_columns import FEATURE, ITEM_FACTS, FeatureColumns, TableSide
 from recpo.log.files import Log, LogFile, open_files, settle_columns, settle_types
 from recpo.log.locations import Place, readable, writable
 from recpo.log.prepared import FEATURE_FILES
-from recpo.log.schema import EXAMPLES, TRAIN, Derived, Example, Fault, LogColumns
+from recpo.log.schema import AVAILABILITY, EXAMPLES, TRAIN, Derived, Example, Fault, LogColumns
 from recpo.log.validate import copies, examples
 from recpo.log.writing import write_rows
 
-#: columns of a plain table in addition to its features, which are named f0, f1, ... ...
+#: column of a plain table in addition to ``ITEM_FACTS`` and its features, which are named f0, f1, ... ...
 ID: Final = "id"
-AVAILABLE: Final = "available"
 _BATCH_ROWS: Final = 1 << 14
 
 
@@ -53,13 +52,14 @@ class FeatureTable:
     left_alone: tuple[str, ...]
 
     @property
-    def has_available(self) -> bool:
-        """Whether it has the times from which items may be recommended."""
-        return AVAILABLE in self.log.columns
+    def times(self) -> list[str]:
+        """Which times of availability it has."""
+        return [name for name in AVAILABILITY if name in self.log.columns]
 
     def rows(self, engine: Engine) -> ir.Table:
-        """The plain rows: ``id``, ``f0`` and so on, ``available`` if it exists, file and row number."""
-        columns = [ID, *(f"f{place}" for place in range(len(self.features))), *[AVAILABLE] * self.has_available]
+        """The plain rows: ``id``, ``f0`` and so on, those of ``ITEM_FACTS`` that exist, file and row number."""
+        facts = [name for name in ITEM_FACTS if name in self.log.columns]
+        columns = [ID, *(f"f{place}" for place in range(len(self.features))), *facts]
         read = engine.read_parquet([file.path for file in self.log.files], columns)
         return read.select(*columns, Engine.FILE, Engine.ROW)
 
@@ -109,21 +109,22 @@ def open_table(
         The table, or None if it cannot be read; and all of its faults.
     """
     id_name = (columns.item_id if side == "item" else columns.user_id) or id_name
-    available = columns.available_from if side == "item" else None
     names = _names(paths)
     declared = columns.of(side)
     if declared is not None and chosen.of(side) is None:  # from the preset: the columns that the table has
         declared = tuple(feature for feature in declared if feature.source in names)
-    keys = {ID: id_name}
-    if available is not None and (chosen.available_from is not None or available in names):
-        keys[AVAILABLE] = available
-    free = [name for name in names if name not in keys.values()]
+    named = {name: getattr(columns, name) for name in ITEM_FACTS} if side == "item" else {}
+    facts = {name: source for name, source in named.items() if getattr(chosen, name) is not None or source in names}
+    keys = {ID: id_name, **facts}
+    # how long an item lasts may also be a feature
+    taken = {source for name, source in keys.items() if name != LogColumns.DURATION}
+    free = [name for name in names if name not in taken]
     sources = free if declared is None else [feature.source for feature in declared]
-    read = {LogColumns.ITEM_ID: id_name} | ({LogColumns.TIMESTAMP: keys[AVAILABLE]} if AVAILABLE in keys else {})
-    files, faults = open_files(paths, read | {FEATURE + name: name for name in sources}, work, f"{side}s")
+    read = {FEATURE + name: name for name in dict.fromkeys([*sources, *facts.values()])}
+    files, faults = open_files(paths, {LogColumns.ITEM_ID: id_name} | read, work, f"{side}s")
     if not files:
         return None, faults
-    features = _inferred(files[0].schema, set(keys.values())) if declared is None else declared
+    features = _inferred(files[0].schema, taken) if declared is None else declared
     faults += _faults(files, side, keys, id_type, features)
     if faults:
         return None, faults
@@ -165,9 +166,9 @@ def _faults(
     features: Sequence[Feature],
 ) -> list[Fault]:
     """Missing columns, else columns of unsuitable types."""
-    remedies = {what: f"pass --features.{what} NAME" for what in (f"{side}_id", "available_from")}
+    remedies = {what: f"pass --features.{what} NAME" for what in (f"{side}_id", *ITEM_FACTS)}
     by_column = {f"feature {feature.name}": feature for feature in features}
-    wanted = {f"{side}_id" if key == ID else "available_from": name for key, name in keys.items()}
+    wanted = {f"{side}_id" if key == ID else key: name for key, name in keys.items()}
     wanted |= {column: feature.source for column, feature in by_column.items()}
 
     def remedy(column: str) -> str:
@@ -176,9 +177,9 @@ def _faults(
     def expected(column: str, kind: pa.DataType) -> str | None:
         if column in by_column:
             return kinds.expected_type(by_column[column], kind)
-        return (
-            None if column == "available_from" or pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
-        )
+        if column == LogColumns.DURATION:
+            return None if pa.types.is_integer(kind) or pa.types.is_floating(kind) else "numbers"
+        return None if column in AVAILABILITY or pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
 
     columns, missing = settle_columns(files, wanted, wanted, remedy)
     if missing:
@@ -242,9 +243,10 @@ def _plain_schema(columns: dict[str, str], features: Sequence[Feature], schema: 
     kind = schema.field(columns[ID]).type
     own = [(ID, pa.string() if is_text(kind) else pa.int64())]
     own += [(f"f{place}", kinds.plain_type(one, schema.field(one.source).type)) for place, one in enumerate(features)]
-    if AVAILABLE in columns:
-        kind = schema.field(columns[AVAILABLE]).type
-        own.append((AVAILABLE, pa.string() if is_text(kind) else kind))
+    for name in ITEM_FACTS:
+        if name in columns:
+            kind = schema.field(columns[name]).type
+            own.append((name, pa.string() if is_text(kind) else kind))
     return pa.schema(own)
 
 
@@ -265,8 +267,7 @@ def _plain_batches(
             values, wrong = kinds.plain_column(feature, batch.column(feature.source))
             made.append(values)
             offenses += [(feature.source, one) for one in wrong]
-        if AVAILABLE in columns:
-            made.append(batch.column(columns[AVAILABLE]).cast(schema.field(AVAILABLE).type))
+        made += [batch.column(columns[name]).cast(schema.field(name).type) for name in ITEM_FACTS if name in columns]
         yield begin, pa.RecordBatch.from_arrays(made, schema=schema), offenses
         begin += batch.num_rows
 
@@ -277,17 +278,16 @@ def table_faults(engine: Engine, table: FeatureTable, unit: str) -> list[Fault]:
     Args:
         engine: runs the expressions.
         table: a table without other faults.
-        unit: unit of a numeric ``available_from``.
+        unit: unit of numeric times of availability.
     """
-    rows = table.rows(engine).select(ID, *[AVAILABLE] * table.has_available, Engine.FILE, Engine.ROW)
+    rows = table.rows(engine).select(ID, *table.times, Engine.FILE, Engine.ROW)
     known = rows.filter(rows[ID].notnull())
     fix = f"one row for each {table.side}: remove the others"
     faults = _counted(engine, copies(known, [ID]), ID, table, "an id that an earlier row has", fix)
-    if table.has_available:
-        time = rows[AVAILABLE]
-        wrong = rows.filter(timestamp_ms(time, unit).isnull() & ~absent(time))
-        fix = "write ISO times, or numbers in --features.available_from_unit; null = always"
-        faults += _counted(engine, wrong, AVAILABLE, table, "unparseable or impossible time", fix)
+    fix = "write ISO times of 1971 to 2099, or numbers in --features.available_unit; null = no limit"
+    for name in table.times:
+        wrong = rows.filter(timestamp_ms(rows[name], unit).isnull() & ~absent(rows[name]))
+        faults += _counted(engine, wrong, name, table, "unparseable or impossible time", fix)
     return faults
 
 

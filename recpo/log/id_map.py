@@ -16,10 +16,8 @@ from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_list, is_text
 from recpo.base.frames import require_columns
-from recpo.log.schema import ALWAYS, AVAILABLE_UNTIL, NEVER, RETIRED as RETIRED, Derived
+from recpo.log.schema import AVAILABILITY, RETIRED as RETIRED
 
-#: Columns of the times at which an item may be listed, and the value without a limit.
-AVAILABILITY: Final = {Derived.AVAILABLE_FROM: ALWAYS, AVAILABLE_UNTIL: NEVER}
 _FEW: Final = 4096
 
 

@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import some_of
-from recpo.log.column_facts import ColumnFacts, column_facts
+from recpo.log.column_facts import ColumnFacts, bound_of, column_facts, rank_as
 from recpo.log.csv_files import CsvFormat
-from recpo.log.feature_columns import PRESET_FEATURES
+from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
 from recpo.log.files import TableSample, sample_tables
 from recpo.log.recognition import Recognition, recognize
-from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, FlagColumn, LogColumns
+from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, Derived, FlagColumn, LogColumns
 from recpo.log.shaping import estimated_duration_exponent
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
@@ -36,6 +36,8 @@ _MANY_ENDS: Final = 0.25
 _AT_THE_END: Final = 0.01  # of the duration, before its end or after
 _YEAR: Final = 365.0  # days
 _CENTURY: Final = 100 * _YEAR  # a log that spans it has numbers that are no times, which `prepare` refuses
+_LAST_DAY: Final = 47_482.0  # 2100-01-01
+_OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not available by a column of their table
 _NAMES_SHOWN: Final = 8
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
@@ -96,6 +98,8 @@ class Inspection(Recognition):
         counts: its size.
         others: other named files that are not the log, with their columns.
         tables: "item" and "user" -> a file with one row for each.
+        item_columns: columns of the table of items that say how long an item is, and when it is available. The sample
+            has these durations beside the columns of the log.
         written: the files that were written, by what they configure; empty before.
         commands: the commands to run with them, in order, from the log to recommendations.
     """
@@ -106,6 +110,7 @@ class Inspection(Recognition):
     counts: LogCounts
     others: tuple[TableSample, ...] = field(repr=False, default=())
     tables: Mapping[str, str] = field(default_factory=dict)
+    item_columns: FeatureColumns = field(default_factory=FeatureColumns)
     written: Mapping[str, Path] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
 
@@ -228,17 +233,29 @@ def inspect_log(
     ]
     best = max(range(len(found)), key=lambda number: _likeness(found[number], samples[number]))
     sample, recognition = samples[best], found[best]
+    others = tuple(one for number, one in enumerate(samples) if number != best)
+    tables = _tables(recognition, others)
+    rows, length = _item_rows(sample, others, tables, recognition), None
+    if recognition.column(LogColumns.WATCH_TIME) is not None and recognition.column(LogColumns.DURATION) is None:
+        length = _length_column(rows, sample, columns)
+    if length is not None:
+        sample = replace(sample, table=sample.table.append_column(length, rows[length]))
+        facts[best][length] = column_facts(length, rows[length])
+        recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, samples))
     _validate_names(columns, sample)
     if not sample.table.num_rows:
         raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
-    others = tuple(one for number, one in enumerate(samples) if number != best)
-    tables = _tables(recognition, others)
+    item_columns, doubts = _availability(rows, sample, recognition, facts[best])
+    if length is not None:
+        item_columns |= {"duration": length, "duration_unit": recognition.columns.duration_unit or "s"}
+        doubts.append(f"`{length}` of the table of items is the duration of each event")
     recognition = replace(
         recognition,
         questions=(*_unnamed(sample), *recognition.questions),
-        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition)),
+        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts),
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
+    about["item_columns"] = FeatureColumns(**item_columns)
     return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
 
 
@@ -299,6 +316,64 @@ def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]
     return tables
 
 
+def _item_rows(
+    sample: TableSample, others: Sequence[TableSample], tables: Mapping[str, str], found: Recognition
+) -> pa.Table:
+    """The row of the table of items for each inspected event; without columns if there is no such table."""
+    items = next((one.table for one in others if str(one.files[0]) == tables.get("item")), None)
+    if items is None:
+        return pa.table({})
+    key = str(found.column(LogColumns.ITEM_ID))
+    try:
+        ids = items[key].cast(sample.table[key].type).combine_chunks()
+    except pa.ArrowException:  # `prepare` refuses ids of another type
+        return pa.table({})
+    return items.take(pc.index_in(sample.table[key], value_set=ids))
+
+
+def _length_column(rows: pa.Table, sample: TableSample, given: Columns) -> str | None:
+    """The column of the table of items that the user named as the duration, or else is called so."""
+    free = [name for name in rows.column_names if name not in sample.table.column_names]
+    if given.duration in free:
+        return given.duration
+    ranked = [(rank_as(LogColumns.DURATION, name), name) for name in free if column_facts(name, rows[name]).is_number]
+    return min(((rank, name) for rank, name in ranked if rank is not None), default=(0, None))[1]
+
+
+def _availability(
+    rows: pa.Table, sample: TableSample, found: Recognition, facts: Mapping[str, ColumnFacts]
+) -> tuple[dict[str, Any], list[str]]:
+    """The columns of the table of items that say when an item is available, and what to check.
+
+    Args:
+        rows: the row of the table for each inspected event.
+        sample: the inspected events.
+        found: the columns of the log.
+        facts: facts about them.
+    """
+    chosen, doubts = dict[str, Any](), list[str]()
+    shown = _event_days(sample.table, found, facts)
+    named = {name: bound for name in rows.column_names if (bound := bound_of(name)) is not None}
+    for name, bound in {} if shown is None else named.items():
+        own = column_facts(name, rows[name])
+        unit = own.clock_units[0] if len(own.clock_units) == 1 else None
+        is_time = own.kind == "time" or own.dated == 1.0 or unit is not None
+        limits = _days(rows[name], own, unit) if is_time else None
+        if limits is None or bound in chosen or (unit and unit != chosen.get("available_unit", unit)):
+            continue
+        outside = np.mean(shown < np.floor(limits) if bound == Derived.AVAILABLE_FROM else shown >= limits + 1)
+        if ((limits < _YEAR) | (limits >= _LAST_DAY)).any():
+            doubts.append(f"`{name}` is not read, as it has times outside of 1971 to 2099: write nulls for no limit")
+        elif outside > _OUTSIDE:
+            doubts.append(
+                f"`{name}` is not read as {bound} of the items: {outside:.0%} of the events are at other times"
+            )
+        else:
+            chosen |= {bound: name} | ({} if unit is None else {"available_unit": unit})
+            doubts.append(f"`{name}` of the table of items is their {bound}: lists have no item at other times")
+    return chosen, doubts
+
+
 def _not_read(one: TableSample, found: Recognition) -> str:
     """Why a file is neither the log nor one of its tables."""
     names, files = one.table.column_names, ", ".join(map(str, one.files))
@@ -344,7 +419,12 @@ def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnF
     requests = rows
     if request is not None:
         requests = table.group_by([user, request]).aggregate([]).num_rows
-    moments = _moments(table, found, facts)
+    days = _event_days(table, found, facts)
+    moments = (
+        None
+        if days is None
+        else _Moments.of(days, added=float(facts[str(found.column(LogColumns.TIMESTAMP))].kind == "text"))
+    )
     return LogCounts(
         events=sample.rows,
         users=len(per_user),
@@ -369,10 +449,9 @@ class _Moments(NamedTuple):
     by_day: tuple[int, ...]
 
     @classmethod
-    def of(cls, moments: pa.ChunkedArray, added: float = 0.0) -> Self | None:
+    def of(cls, moments: np.ndarray, added: float) -> Self | None:
         """Of times in days since 1970; None = there are none."""
-        known = pc.cast(moments.drop_null(), pa.float64()).to_numpy()
-        known = known[np.isfinite(known)]
+        known = moments[np.isfinite(moments)]
         if not len(known):
             return None
         span, day = float(known.max() - known.min()), np.floor(known).astype(np.int64)
@@ -380,26 +459,33 @@ class _Moments(NamedTuple):
         return cls(span + added, tuple(by_day.tolist()))
 
 
-def _moments(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> _Moments | None:
-    column, unit = found.column(LogColumns.TIMESTAMP), found.columns.time_unit
-    if column is None or not found.columns.has_clock:
-        return None
-    values = table[column]
+def _event_days(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> np.ndarray | None:
+    """When the inspected events happened, in days since 1970, nan = unknown; None if the log has no clock."""
+    column = found.column(LogColumns.TIMESTAMP)
+    return (
+        None
+        if column is None or not found.columns.has_clock
+        else _days(table[column], facts[column], found.columns.time_unit)
+    )
+
+
+def _days(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np.ndarray | None:
+    """Times in days since 1970, texts without their time of day, nan = unknown; None = these are no times."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
+    factor = 1.0
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
-        milliseconds = values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())
-        return _Moments.of(pc.divide(milliseconds.cast(pa.float64(), safe=False), MILLISECONDS_PER_DAY))
-    if facts[column].is_number:
+        values, factor = values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()), 1 / MILLISECONDS_PER_DAY
+    elif facts.is_number:
         if unit is None:
             return None
-        numbers = values.cast(pa.float64(), safe=False)
-        return _Moments.of(pc.multiply(numbers, MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY))
-    try:
-        dates = pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10).cast(pa.date32())
-    except pa.ArrowInvalid:
-        return None
-    return _Moments.of(dates.cast(pa.int32()), added=1.0)
+        factor = MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY
+    else:
+        try:
+            values = pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10).cast(pa.date32()).cast(pa.int32())
+        except pa.ArrowInvalid:
+            return None
+    return pc.multiply(values.cast(pa.float64(), safe=False), factor).to_numpy()
 
 
 def _label_of_values(flag: FlagColumn) -> Choice:

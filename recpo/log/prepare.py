@@ -1,12 +1,13 @@
 """``Preparation`` has the options of a prepared directory; ``PrepareRun.write`` has the steps to it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import ibis.expr.types as ir
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recpo import __version__
 from recpo.base.errors import NonNegativeInt, PositiveFloat, PositiveInt, RecpoError, validate_ranges
@@ -17,11 +18,23 @@ from recpo.log import events as standard_events, feature_columns, feature_tables
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine
 from recpo.log.events import CatalogScope
-from recpo.log.feature_tables import AVAILABLE, ID, FeatureTable
+from recpo.log.feature_tables import ID, FeatureTable
 from recpo.log.files import Log, open_log
 from recpo.log.locations import Place
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
-from recpo.log.schema import PERIODS, PRESETS, TRAIN, VALID, Columns, Derived, Fault, FlagColumn, LogColumns, PresetName
+from recpo.log.schema import (
+    AVAILABILITY,
+    PERIODS,
+    PRESETS,
+    TRAIN,
+    VALID,
+    Columns,
+    Derived,
+    Fault,
+    FlagColumn,
+    LogColumns,
+    PresetName,
+)
 from recpo.log.shaping import (
     Label,
     WatchQuantiles,
@@ -36,6 +49,8 @@ from recpo.log.splits import Split, TemporalSplit
 from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags
 from recpo.log.writing import Encoding, Output, Sources, Workplace
 
+#: Counts of the items that were shown at other times than those of ``AVAILABILITY`` in the item table.
+SHOWN_OUTSIDE: Final = ("shown_before_available_from", "shown_after_available_until")
 #: the steps that the progress bar shows
 STAGES: Final = ("reading", "checking", "splitting", "labeling", "features", *PERIODS, "histories")
 
@@ -247,11 +262,10 @@ class PrepareRun:
         choice, place = self.choice, self.place
         self.log, faults = open_log(place.log, choice.mapping, choice.columns, place.work, self.more, choice.csv)
         self.more = self.more.among(self.log.columns)
-        faults += label_faults(choice.label, self.log)
         for side, files in place.tables.items():
             if files:
                 faults += self._read_table(side, files)
-        return faults
+        return faults + label_faults(choice.label, self.log, self._of_items)
 
     def _check(self, faults: list[Fault]) -> ir.Table:
         """Checks every row, and returns the distinct events in standard form.
@@ -276,6 +290,8 @@ class PrepareRun:
         if read > kept:
             self.dropped["exact duplicate of another event"] = read - kept
         events = standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
+        if LogColumns.DURATION in self._of_items:
+            events = standard_events.with_durations(events, self._given_durations())
         if not choice.outcome_rows:
             return events
         outcomes = self.engine.materialize("outcomes", standard_events.outcomes(events))
@@ -310,7 +326,7 @@ class PrepareRun:
         if table is None:
             return faults
         self.tables[side] = table
-        return faults + feature_tables.table_faults(self.engine, table, columns.available_from_unit)
+        return faults + feature_tables.table_faults(self.engine, table, columns.available_unit)
 
     def _settle_types(self) -> None:
         """Settles the types that the columns of the log are written in: here, its own."""
@@ -387,27 +403,68 @@ class PrepareRun:
         """Writes the items and the users; returns their numbers."""
         available, types = self._available(), self.log.types
         rows = standard_events.item_table(self.items, self.events, self.choice.feedback, available)
+        rows = self._with_own_durations(rows)
         return {
-            "num_items": self._write_rows(rows, schema.item_schema(types, available is not None), ITEMS),
+            "num_items": self._write_rows(rows, schema.item_schema(types, self._times), ITEMS),
             "num_users": self._write_rows(self.users.order_by(Derived.USER_INDEX), schema.user_schema(types), USERS),
         }
 
     def _available(self) -> ir.Table | None:
-        given = self._given_times()
-        if given is None:
+        """When items may be recommended; None = at every time."""
+        if not self._times:
             return None
-        found = self.engine.materialize("available", standard_events.available_from(self.items, self.events, given))
-        self.counts["shown_before_available_from"] = self.engine.count(found.filter(found["earlier"]))
+        times = standard_events.availability(self.items, self.events, self._given_times())
+        found = self.engine.materialize("available", times)
+        self._count_shown_outside(self.engine.table(found))
         return found
 
-    def _given_times(self) -> ir.Table | None:
-        """The times of the item table from which items may be recommended: ``item_id``, ``available_from`` in ms."""
-        table = self.tables.get("item")
-        if table is None or not table.has_available:
-            return None
-        rows, unit = table.rows(self.engine), self.choice.table_columns.available_from_unit
-        time = standard_events.timestamp_ms(rows[AVAILABLE], unit)
-        return rows.select(rows[ID].name(LogColumns.ITEM_ID), time.name(Derived.AVAILABLE_FROM))
+    def _count_shown_outside(self, items: pa.Table) -> None:
+        """Counts the items that were shown before or after the times of the item table.
+
+        Args:
+            items: ``item_index`` and the times that hold.
+        """
+        said = self.engine.table(self._table_times().inner_join(self.items, LogColumns.ITEM_ID))
+        held = items.take(pc.index_in(said[Derived.ITEM_INDEX], items[Derived.ITEM_INDEX].combine_chunks()))
+        for name, count, differs in zip(AVAILABILITY, SHOWN_OUTSIDE, (pc.less, pc.greater), strict=True):
+            if name in self._times:
+                self.counts[count] = pc.sum(differs(held[name], said[name])).as_py() or 0
+
+    @property
+    def _of_items(self) -> Collection[str]:
+        """Columns of the item table that are read, by their options."""
+        return self.tables["item"].log.columns if "item" in self.tables else ()
+
+    @property
+    def _times(self) -> list[str]:
+        """The times of availability that the item table has."""
+        return [name for name in AVAILABILITY if name in self._of_items]
+
+    def _given_times(self) -> ir.Table:
+        """The times that items are said to be available: ``item_id``, and ``_times`` in ms."""
+        return self._table_times()
+
+    def _table_times(self) -> ir.Table:
+        """The times of the item table."""
+        rows, unit = self.tables["item"].rows(self.engine), self.choice.table_columns.available_unit
+        times = {name: standard_events.timestamp_ms(rows[name], unit) for name in self._times}
+        return rows.select(rows[ID].name(LogColumns.ITEM_ID), **times)
+
+    def _with_own_durations(self, rows: ir.Table) -> ir.Table:
+        """Rows of ``items.parquet``, with the durations of the item table before those of events."""
+        if LogColumns.DURATION not in self._of_items:
+            return rows
+        given = self._given_durations()
+        seconds = (given[Derived.DURATION_MS].cast("float64") / 1000.0).cast("float32")
+        joined = rows.left_join(given.select(LogColumns.ITEM_ID, own=seconds), LogColumns.ITEM_ID)
+        filled = joined.mutate(**{LogColumns.DURATION: joined.own.coalesce(joined[LogColumns.DURATION])})
+        return filled.select(rows.columns).order_by(Derived.ITEM_INDEX)
+
+    def _given_durations(self) -> ir.Table:
+        """The durations of the item table: ``item_id``, and ``duration_ms``."""
+        rows, unit = self.tables["item"].rows(self.engine), self.choice.table_columns.duration_unit
+        length = standard_events.whole_duration(standard_events.length_ms(rows, LogColumns.DURATION, unit))
+        return rows.select(rows[ID].name(LogColumns.ITEM_ID), length.name(Derived.DURATION_MS))
 
     def _write_features(self) -> None:
         """Fits and writes the features of the tables, and fits those of requests."""

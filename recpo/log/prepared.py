@@ -112,7 +112,7 @@ class Prepared(Artifact):
     """
 
     kind: ClassVar = "prepared"
-    version: ClassVar = 7
+    version: ClassVar = 8
     made_by: ClassVar = "recpo prepare"
 
     root: Place

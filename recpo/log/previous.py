@@ -20,7 +20,7 @@ from recpo.log import feature_columns, shaping, splits
 from recpo.log.engine import Engine
 from recpo.log.events import appended, behavior_bits, more_columns
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, FeatureColumns, TableSide
-from recpo.log.feature_tables import AVAILABLE, ID
+from recpo.log.feature_tables import ID
 from recpo.log.prepare import Preparation, describe
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS, Prepared
 from recpo.log.schema import PERIODS, Columns, Derived, FlagColumn, LogColumns, read_column
@@ -102,8 +102,8 @@ def _others(asked: Preparation, config: Mapping[str, Any]) -> list[str]:
 
 def _kept_features(data: Prepared) -> FeatureColumns:
     """The features of ``data``, with the columns that they were read from."""
-    schema, tables, config = data.feature_schema, data.manifest.get("feature_tables", {}), data.manifest["config"]
-    given, unit = config["features"], feature_columns.PRESET_FEATURES[config["preset"]].available_from_unit
+    schema, tables = data.feature_schema, data.manifest.get("feature_tables", {})
+    given = data.manifest["config"]["features"]
     columns = {side: tables[side]["columns"] if side in tables else {} for side in ("item", "user")}
     sides: dict[str, Any] = {side: _declared(schema.of(side)) for side in columns}  # type: ignore[arg-type]
     return FeatureColumns(
@@ -111,8 +111,8 @@ def _kept_features(data: Prepared) -> FeatureColumns:
         context=_declared(schema.context),
         item_id=columns["item"].get(ID),
         user_id=columns["user"].get(ID),
-        available_from=columns["item"].get(AVAILABLE),
-        available_from_unit=unit if given["available_from"] is None else given["available_from_unit"],
+        **{name: columns["item"].get(name) for name in feature_columns.ITEM_FACTS},
+        **{name: given[name] for name in ("available_unit", "duration_unit")},
     )
 
 

@@ -441,7 +441,8 @@ class _Recognizer:
             first = min(both, key=list(column_facts.BEHAVIORS).index)
             others = [name_of(self.behaviors[name]) for name in both if name != first]
             instead = f" (or pass --columns.label NAME for {_any_of(others)})" if others else ""
-            yield self.behaviors[first], f"events without a {first}{instead}"
+            article = "an" if first[0] in "aeiou" else "a"
+            yield self.behaviors[first], f"events without {article} {first}{instead}"
 
     def _other_labels(self) -> Iterator[tuple[FlagColumn, str]]:
         """Flags of skips, and kinds of events of which some are mere offers, and the other events."""

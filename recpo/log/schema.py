@@ -75,6 +75,7 @@ class Derived:
         POSITION: position of the event in its user's history, from 0.
         BEHAVIORS: bit set of what the user did with the item: bit b is the b-th behavior of the manifest.
         AVAILABLE_FROM: time in ms from which an item may be recommended, null = always.
+        AVAILABLE_UNTIL: first time in ms at which an item may no longer be recommended, null = never.
     """
 
     WATCH_MS: Final = "watch_ms"
@@ -90,6 +91,7 @@ class Derived:
     IS_TARGET: Final = "is_target"
     BEHAVIORS: Final = "behaviors"
     AVAILABLE_FROM: Final = "available_from"
+    AVAILABLE_UNTIL: Final = "available_until"
     IS_PLACED: Final = "is_placed"
 
 
@@ -135,8 +137,8 @@ QUANTILE_SCHEMA: Final = pa.schema(
 PAST_SCHEMA: Final = pa.schema([(Derived.USER_INDEX, pa.int32()), (Derived.ITEM_INDEX, pa.int32())])
 
 
-def item_schema(types: Mapping[str, pa.DataType], has_available: bool) -> pa.Schema:
-    """Layout of ``items.parquet``, with the type of the external ids in the log."""
+def item_schema(types: Mapping[str, pa.DataType], times: Iterable[str]) -> pa.Schema:
+    """Layout of ``items.parquet``, with the type of the external ids in the log and those ``times`` of availability."""
     return pa.schema(
         [
             (Derived.ITEM_INDEX, pa.int32()),
@@ -144,17 +146,17 @@ def item_schema(types: Mapping[str, pa.DataType], has_available: bool) -> pa.Sch
             ("train_count", pa.int64()),
             ("train_positives", pa.int64()),
             (LogColumns.DURATION, pa.float32()),
-            *[(Derived.AVAILABLE_FROM, pa.int64())] * has_available,
+            *((name, pa.int64()) for name in times),
         ]
     )
 
 
 #: Column of ``items.parquet`` that exists once an item was retired; a retired item is no longer a candidate.
 RETIRED: Final = "retired"
-#: Column with the first time in ms at which an item may no longer be recommended, null = never; see ``AVAILABLE_FROM``.
-AVAILABLE_UNTIL: Final = "available_until"
 ALWAYS: Final = -(2**63)
 NEVER: Final = 2**63 - 1
+#: Columns of the times at which an item may be listed, and the value without a limit.
+AVAILABILITY: Final = {Derived.AVAILABLE_FROM: ALWAYS, Derived.AVAILABLE_UNTIL: NEVER}
 
 
 def user_schema(types: Mapping[str, pa.DataType]) -> pa.Schema:

@@ -3,7 +3,7 @@
 Also warns about labels and units that the fitted watch times make doubtful.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -291,15 +291,17 @@ def unit_warnings(quantiles: Mapping[int, Sequence[float]], base: float) -> list
     ]
 
 
-def label_faults(label: Label, log: Log) -> list[Fault]:
-    """The fault of a label whose columns the log lacks."""
-    lacking = [column for column in label.needs if column not in log.columns and column not in log.faulty]
+def label_faults(label: Label, log: Log, of_items: Collection[str]) -> list[Fault]:
+    """The fault of a label whose columns are neither in the log nor among those of the item table."""
+    known = {*log.columns, *log.faulty, *of_items}
+    lacking = [column for column in label.needs if column not in known]
     if not lacking or not log.files:
         return []
     name = type(label).__name__
     fix = (
         "name the column with --columns.NAME, or choose another --label: WatchQuantiles, WatchRatio, D2Q and "
-        "WatchTimeGain read watch_time and duration; BinaryColumn and NumericColumn read label; EveryEvent none"
+        "WatchTimeGain read watch_time and duration, which may be in the table of items (--features.duration NAME); "
+        "BinaryColumn and NumericColumn read label; EveryEvent none"
     )
     problem = f"label {name} needs {' and '.join(lacking)}, which the log does not have"
     return [Fault(log.name, None, problem, fix, code="missing_column")]

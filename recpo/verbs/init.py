@@ -14,6 +14,7 @@ from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
+from recpo.log.feature_columns import FeatureColumns
 from recpo.log.files import find_files
 from recpo.log.inspection import Choice, Inspection, inspect_log
 from recpo.log.schema import PRESETS, Columns, LogColumns
@@ -96,6 +97,10 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
     chosen: dict[str, Any] = {"log": log, "preset": found.preset, "csv": found.sample.form}
     if found.label.column is not None:
         columns = replace(columns, label=found.label.column)
+    if found.item_columns.duration is not None:
+        columns = replace(columns, duration=None, duration_unit=None)
+    if found.item_columns != FeatureColumns():
+        chosen |= {"items": found.tables["item"], "features": found.item_columns}
     if found.behaviors and found.preset == "plain":
         chosen["behaviors"] = dict(found.behaviors)
     if found.outcome_rows:
@@ -149,7 +154,16 @@ def _prepare_text(found: Inspection, out: Path) -> str:
         lines.append(f"\nbehaviors: {_yaml(options['behaviors'])}")
     for side, file in found.tables.items():
         known = "what is known of them goes into their vectors (docs/features.md)"
-        lines += [f"\n# A table with one row for each {side}: {known}.", f"# {side}s: {_yaml(file)}"]
+        is_read = f"{side}s" in options
+        lines += [
+            f"\n# A table with one row for each {side}: {known}.",
+            f"{'' if is_read else '# '}{side}s: {_yaml(file)}",
+        ]
+    if "features" in options:
+        said = {
+            name: value for name, value in vars(options["features"]).items() if value != getattr(FeatureColumns(), name)
+        }
+        lines += ["features:", *(f"  {name}: {_yaml(value)}" for name, value in said.items())]
     if unread := [name for name in found.unused if name != found.label.column]:
         lines.append(f"\n# Columns that are not read: {_comment(', '.join(unread))}")
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ import yaml
 import recpo
 from recpo.base.feedback import HIGHEST
 from recpo.cli.main import main
+from recpo.log.feature_columns import FeatureColumns
 from recpo.log.inspection import inspect_log
 from recpo.log.schema import Columns
 from recpo.verbs.init import _yaml, preparation_of
@@ -399,6 +400,32 @@ def test_where_plays_end_with_the_item_the_label_is_their_share(longest, label, 
         positive = sum(period["positive"] for period in data.manifest["counts"]["splits"].values())
         mostly = log["play_seconds"] / log["track_seconds"] >= 0.75
         assert positive == (mostly & (log["thumb"] != "down")).sum()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_durations_and_the_times_of_items_are_read_from_their_table(suffix, tmp_path):
+    log = plays()
+    first, last = log.groupby("track")["at"].min(), log.groupby("track")["at"].max()
+    items = log.groupby("track")["track_seconds"].first().rename("track_length").reset_index()
+    moment = {"published_on": first - 3_600, "expires_at": (last + 7_200).mask(last.index % 3 == 0)}
+    items["removed_at"] = pd.to_datetime(first.to_numpy() + 60, unit="s")  # most plays are after it
+    items["sold_at"] = np.datetime64("9999-12-31", "s")
+    items = items.assign(**{name: pd.to_datetime(when.to_numpy(), unit="s") for name, when in moment.items()})
+    for name, table in (("log", log.drop(columns="track_seconds")), ("tracks", items)):
+        file = tmp_path / f"{name}.{suffix}"
+        table.to_csv(file, index=False) if suffix == "csv" else table.to_parquet(file)
+    found = recpo.init(tmp_path, tmp_path / "configs")
+    assert found.label.class_name == "WatchQuantiles"
+    assert vars(found.item_columns) == vars(
+        FeatureColumns(duration="track_length", available_from="published_on", available_until="expires_at")
+    )
+    assert sum("`removed_at` is not read" in doubt or "`sold_at` is not read" in doubt for doubt in found.doubts) == 2
+    assert main(["prepare", "--config", str(tmp_path / "configs" / "prepare.yaml"), "--quiet"]) == 0
+    data = recpo.load(tmp_path / "configs" / "prepared")
+    rows = data.table("items.parquet").to_pandas().merge(items, left_on="item_id", right_on="track")
+    assert (rows["duration"] == rows["track_length"]).all()
+    assert (rows["available_until"].isna() == rows["expires_at"].isna()).all()
+    assert (rows["available_from"] == rows["published_on"].astype("datetime64[ms]").astype(int)).all()
 
 
 @pytest.mark.parametrize(

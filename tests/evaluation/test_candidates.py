@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -238,6 +239,22 @@ def test_a_table_of_candidates_is_read_by_its_columns(living):
     assert candidates_of(data, "test", "all") is None
 
 
+def test_items_whose_end_the_prepared_data_know_are_no_candidates(living, tmp_path):
+    world, data = living
+    begin, table = data.manifest["boundaries"]["test_start_ms"], pq.read_table(world.items)
+    ends = pa.array([begin if item % 3 else None for item in range(len(table))])
+    features = FeatureColumns(item=(), available_until="ends")
+    split, items = recpo.TemporalSplit(valid_days=1, test_days=2), table.append_column("ends", ends)
+    made = recpo.prepare(world.log, tmp_path / "prepared", items=items, features=features, split=split)
+    ended = dict(zip(table["item_id"].to_pylist(), ends.to_pylist(), strict=True))
+    shown = pq.read_table(world.log).filter(pc.field("timestamp") >= begin)["item_id"].to_pylist()
+    ids = made.item_ids().to_external(np.arange(1, made.num_items + 1)).to_pylist()
+    found = candidates_of(made, "test", None).is_candidate[1:].tolist()
+    assert found == [ended[item] is None or item in shown for item in ids]
+    assert 0 < sum(found) < len(ids)
+    assert made.item_ids().unlisted(begin).tolist() == [place for place, one in enumerate(found, 1) if not one]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -272,7 +289,7 @@ def test_no_list_of_candidates_is_worth_more_than_the_oracles(living):
         one["name"]: one["metrics"]["new_share@5"]["mean"] for one in contenders if one["metrics"].get("new_share@5")
     }
     assert shares["popularity"] == 0 < shares["random"] < shares["oracle"], "users like what is fresh"
-    assert found.document["candidates"]["source"] == "available_from of the prepared data"
+    assert found.document["candidates"]["source"] == "availability of the items in the prepared data"
     assert found.options["candidates"] is None
     left_out = found.document["candidates"]["items_left_out"]
     born = np.array(pq.read_table(world.items)["available_from"])

@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings, strategies as st
 import recpo
 from recpo.batches.datamodule import TrainBatches
 from recpo.batches.slates import HeldOutBatches, ImpressionLayout, Rank, SequenceLayout
+from recpo.log.prepare import SHOWN_OUTSIDE
 from recpo.log.schema import LogColumns
 from recpo.log.shaping import D2Q, NumericColumn, WatchQuantiles
 from recpo.log.splits import LeaveLastOut, TemporalSplit
@@ -152,7 +153,8 @@ def assert_equal(extended, whole):
     for each in (counts, expected):
         each["splits"]["train"].pop("rows")  # context rows of the extension
         each.pop("watch_time_ties")  # of what was fitted
-        each.pop("shown_before_available_from", None)  # of the rows of today's table
+        for name in SHOWN_OUTSIDE:
+            each.pop(name, None)  # of the rows of today's table
     assert counts == expected
     assert extended.manifest["boundaries"] == whole.manifest["boundaries"]
     layout = ImpressionLayout(history_length=CONTEXT, slate_length=3)

@@ -18,6 +18,8 @@ COLUMNS = FeatureColumns(
     user=(Category("country"), Number("age")),
     context=(Category("position", column="slot"), Number("hour")),
     available_from="born",
+    available_until="gone",
+    duration="lasts",
 )
 BEHAVIORS = {"like": "is_like", "share": "is_share"}
 FEATURES = {"features": COLUMNS, "behaviors": BEHAVIORS, "catalog": "items"}
@@ -32,6 +34,8 @@ def rich_log(seed, days, **sizes):
     hour = np.where(rng.random(len(day)) < 0.2, np.nan, rng.integers(0, 24, len(day)))
     requests = [f"{d}-{request}" for d, request in zip(day, log["request_id"].to_pylist(), strict=True)]
     log = log.set_column(log.schema.get_field_index("request_id"), "request_id", pa.array(requests))
+    seconds, place = log["duration"].to_numpy(zero_copy_only=False), log.schema.get_field_index("duration")
+    log = log.set_column(place, "duration", pa.array(seconds, mask=np.isnan(seconds) | (rng.random(len(day)) < 0.3)))
     return (
         log.append_column("is_like", pa.array(rng.integers(0, 2, len(day)).astype(np.int8)))
         .append_column("is_share", pa.array(rng.random(len(day)) < 0.2))
@@ -57,6 +61,8 @@ def item_rows(log, seed):
             "length": pa.array(np.where(rng.random(len(ids)) < 0.2, np.nan, rng.lognormal(3, 1, len(ids)))),
             "text": pa.array([None if i % 5 == 4 else v for i, v in enumerate(vectors)], pa.list_(pa.float32())),
             "born": pa.array(born, mask=rng.random(len(ids)) < 0.2),
+            "gone": pa.array(START_MS + rng.integers(2, 12, len(ids)) * DAY_MS, mask=rng.random(len(ids)) < 0.3),
+            "lasts": pa.array(rng.integers(5, 90, len(ids)).astype(float)),
         }
     )
 
@@ -204,7 +210,8 @@ def test_features_of_known_items_are_as_of_today_and_when_they_were_available_st
     changed = tables["items"].filter(pc.is_in(tables["items"]["item_id"], pa.array([shown, waits])))
     now = START_MS + 40 * DAY_MS
     changed = changed.set_column(1, "author", pa.array([vocabulary[-1], "nobody knows"]))
-    changed = changed.set_column(changed.schema.get_field_index("born"), "born", pa.array([now, now]))
+    for name in ("born", "gone"):
+        changed = changed.set_column(changed.schema.get_field_index(name), name, pa.array([now, now]))
     extended = recpo.prepare(
         new, tmp_path / "out", extends=data, items=changed, users=tables["users"].slice(0, 0), **ENGINE
     )
@@ -214,10 +221,15 @@ def test_features_of_known_items_are_as_of_today_and_when_they_were_available_st
     assert codes[place[waits]] == 1
     others = [number for item, number in place.items() if item not in (shown, waits)]
     assert (codes[others] == before[others]).all()
-    available = extended.table("items.parquet").to_pandas().set_index("item_id")["available_from"]
+    rows = extended.table("items.parquet").to_pandas()
+    available = rows.set_index("item_id")["available_from"]
     first = kept.set_index("item_id")["available_from"]
     assert available[waits] == now
     assert available[shown] == first[shown] or np.isnan(first[shown])
+    ends, ended = (table.set_index("item_id")["available_until"] for table in (rows, kept))
+    assert ends[shown] == ends[waits] == now, "an offer may end at another time than was said"
+    others = ended.index.difference([shown, waits])
+    assert (ends[others].fillna(0) >= ended[others].fillna(0)).all()
 
 
 def test_tables_that_yesterday_did_not_have_or_that_are_left_out_are_refused(yesterday, tmp_path):

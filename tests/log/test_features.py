@@ -36,6 +36,7 @@ COLUMNS = FeatureColumns(
     user=(Category("country"), Number("age")),
     context=(Category("surface"), Number("hour")),
     available_from="born",
+    available_until="gone",
 )
 BEHAVIORS = {"like": "is_like", "share": "is_share"}
 
@@ -72,6 +73,7 @@ def item_rows(items=30, seed=1, ids=None):
             "text": pa.array([None if i % 6 == 5 else v for i, v in enumerate(vectors)], pa.list_(pa.float32())),
             "kind": pa.array(rng.integers(0, 12, items).astype(float)),
             "born": pa.array(START_MS + rng.integers(-3, 3, items) * DAY_MS, mask=rng.random(items) < 0.3),
+            "gone": pa.array(START_MS + rng.integers(2, 9, items) * DAY_MS, mask=rng.random(items) < 0.3),
             "note": pa.array([None] * items, pa.binary()),
         }
     )
@@ -249,6 +251,41 @@ def test_available_from_is_never_later_than_an_event(data):
     assert data.manifest["counts"]["shown_before_available_from"] == corrected > 0
 
 
+def test_available_until_is_never_before_the_end_of_a_held_out_event(data):
+    items, gone = data.table("items.parquet"), by_id(item_rows(), "gone", "item_id")
+    log, begin, end = rich_log(), data.manifest["boundaries"]["valid_start_ms"], {}
+    for item, time in zip(log["item_id"].to_pylist(), log["timestamp"].to_pylist(), strict=True):
+        end[item] = max(time + 1, end.get(item, 0)) if time >= begin else end.get(item, 0)
+    ids = items["item_id"].to_pylist()
+    assert items["available_until"].to_pylist() == [None if gone[i] is None else max(gone[i], end[i]) for i in ids]
+    corrected = sum(gone[i] is not None and gone[i] < end[i] for i in ids)
+    assert data.manifest["counts"]["shown_after_available_until"] == corrected > 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_durations_of_the_item_table_are_those_of_events_without_one(share, tmp_path):
+    """The same directory as of a log that has them all, for labels that read durations."""
+    log, rows = make_log(events=900), item_rows()
+    items, seconds = log["item_id"].to_pylist(), log["duration"].to_numpy()
+    of_item = dict(zip(items, seconds, strict=True))
+    minutes = pa.array([of_item.get(item, -1.0) / 60 for item in rows["item_id"].to_pylist()])
+    rows, keeps = rows.append_column("minutes", minutes), np.random.default_rng(4).random(len(log)) < share
+    place = log.schema.get_field_index("duration")
+    lacking = log.set_column(place, "duration", pa.array(seconds, mask=~keeps)) if share else log.remove_column(place)
+    options = {"features": FeatureColumns(item=(), duration="minutes", duration_unit="min"), "behaviors": {}}
+    made = prepare(tmp_path / "made", lacking, rows, **options)
+    whole = prepare(tmp_path / "whole", log, rows, **{**options, "features": FeatureColumns(item=())})
+    for name in ("quantiles.parquet", "histories.parquet"):
+        assert made.table(name).equals(whole.table(name)), name
+    own = [made.table("items.parquet")[name].to_pylist() for name in ("item_id", "duration")]
+    assert dict(zip(*own, strict=True)) == pytest.approx({item: of_item[item] for item in own[0]}, rel=1e-6)
+    columns = ["duration", "label", "feedback"]
+    for period in ("train", "valid", "test"):
+        one, other = (data.columns(period, 0, columns) for data in (made, whole))
+        assert all(np.array_equal(one[name], other[name]) for name in columns)
+        assert (one["duration"] > 0).all()
+
+
 def test_users_and_events_have_their_features_and_behaviors(data):
     log, users = rich_log(), data.table("users.parquet")["user_id"].to_pylist()
     country = by_id(user_rows(), "country", "user_id")
@@ -365,6 +402,7 @@ def test_a_table_says_its_features_by_its_types_and_can_fill_the_catalog(tmp_pat
         (Vector, "text"),
         (Number, "kind"),
         (Category, "born"),
+        (Category, "gone"),
     ]
     assert data.manifest["feature_tables"]["item"]["inferred"] is True
     assert data.num_items == 30
