@@ -159,7 +159,8 @@ class Bundle:
                 each attribute.
             deny: attribute -> values: list no item that has one of the values.
             at: when the lists are made, an ISO time or date (UTC without a zone) or milliseconds since 1970: only items
-                with ``available_from <= at < available_until`` are listed. None = now.
+                with ``available_from <= at < available_until`` are listed. None = now; if no item is available any
+                more, the time of the newest event, with a warning.
 
         Returns:
             ``user_id``, ``rank`` from 1, ``item_id``, ``score`` (natural-log probability; with an index, up to a
@@ -170,7 +171,8 @@ class Bundle:
         """
         k, allowed = recommending.validate_k(self.k if k is None else k, self.k), self.filters.allowed(allow, deny)
         sides = {"user_features": user_features, "context": context}
-        read = self.reader.read(histories, exclude=exclude, users=users, at=recommending.milliseconds(at), **sides)
+        begin = recommending.moment_of_lists(at, self.items, lambda: histories)
+        read = self.reader.read(histories, exclude=exclude, users=users, at=begin, **sides)
         return recommending.recommend_lists(self.runtime, self.items, read, k=k, allowed=allowed).to_pandas()
 
     def recommend_one(
@@ -195,7 +197,7 @@ class Bundle:
             context: features of this request, by name.
             allow: see ``recommend``.
             deny: see ``recommend``.
-            at: see ``recommend``.
+            at: as in ``recommend``; None = now.
 
         Returns:
             Pairs of external item id and natural-log probability (with an index, up to a constant), best first.

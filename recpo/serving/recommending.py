@@ -7,7 +7,8 @@ item. Re-ranking reads the same file (``recpo.lists.reranking.ItemAttributes``).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,12 +22,13 @@ import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_list
-from recpo.base.frames import Frame, id_column, to_arrow
+from recpo.base.frames import Frame, id_column, optional_times, to_arrow
 from recpo.log.id_map import IdMap
 from recpo.serving.histories import (
     ITEM_ID,
     LATEST_MS,
     SECONDS_UNTIL,
+    TIMESTAMP,
     USER_ID,
     HistoryReader,
     PerUser,
@@ -348,6 +350,29 @@ def milliseconds(at: Moment | None) -> int:
         message = f"at is {at!r}, expected an ISO time such as 2026-11-23T18:00:00+01:00, or milliseconds since 1970"
         raise RecpoError(message, code="bad_value", field="at") from error
     return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def moment_of_lists(at: Moment | None, items: IdMap, histories: Callable[[], Frame]) -> int:
+    """When lists are made: as ``milliseconds``, but of a log that ended before all of its items did, with a warning.
+
+    Args:
+        at: as in ``milliseconds``.
+        items: the items, with the times at which they are available.
+        histories: reads the events of the users, with their ``timestamp``.
+    """
+    chosen = milliseconds(at)
+    if at is not None or len(items.unlisted(chosen)) < len(items):
+        return chosen
+    times = optional_times(to_arrow(histories(), "histories"), TIMESTAMP, 0, "histories")
+    if not times.any():
+        return chosen
+    newest = datetime.fromtimestamp(times.max() / 1000, UTC).isoformat(timespec="seconds")
+    warnings.warn(
+        f"no item is available any more, so the lists are those of {newest}, when the newest event happened: for other "
+        "lists name the time (at), or give the bundle today's items (recpo export --refresh)",
+        stacklevel=2,
+    )
+    return int(times.max())
 
 
 def validate_k(k: object, longest: int) -> int:

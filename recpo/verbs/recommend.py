@@ -97,7 +97,8 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     """attribute -> values: list no item that has one of these values"""
     at: recommending.Moment | None = None
     """when the lists are made, an ISO time or date such as 2026-11-23 (UTC without a zone): items that are not
-    available then (available_from, available_until) are left out. null = now"""
+    available then (available_from, available_until) are left out. null = now; if no item is available any more, the
+    time of the newest event, with a warning"""
     prepared: PreparedData | None = None
     """for factors and baselines, the prepared data with their items: that on which factors were fitted; a baseline is
     fitted on its training events"""
@@ -119,7 +120,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         server = self._server()
         given = {"exclude": self.exclude, "user_features": self.user_features, "context": self.context}
         asked = {name: None if one is None else read_frame(one, name) for name, one in given.items()}
-        at = recommending.milliseconds(self.at)  # one time for all pieces
+        at = recommending.moment_of_lists(self.at, server.reader.items, self._events)  # one time for all pieces
         lists = partial(self._lists, server, {**asked, "at": at})
         if self.out is None:
             return lists(read_frame(self.histories, "histories"), _ids(self.users)).to_pandas()
@@ -133,6 +134,12 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         counts = self._write(lists, server.reader.columns, Path(self.histories), Path(self.out))
         self.write_resolved(Path(self.out).with_suffix(".resolved.yaml"))
         return counts
+
+    def _events(self) -> Frame:
+        """The times of all events of the histories."""
+        if not isinstance(self.histories, str | PathLike):
+            return self.histories
+        return _open(Path(self.histories)).to_table([TIMESTAMP])
 
     def _server(self) -> Server:
         source = self.source

@@ -122,6 +122,26 @@ def test_recommend_takes_a_time(timed, tmp_path):
     assert main(["recommend", *given, "--out", str(tmp_path / "lists.parquet"), "--at", "soon"]) == 1
 
 
+def test_where_all_items_have_ended_lists_are_of_the_newest_event(timed, tmp_path):
+    """As of an old log: lists of today would be empty."""
+    named = [f"i{number}" for number in range(1, ITEMS + 1)]
+    pq.write_table(pa.table({"item_id": named, "available_until": [TUESDAY] * ITEMS}), tmp_path / "ended.parquet")
+    ended = refresh(timed.bundle, tmp_path / "ended.parquet", tmp_path / "ended").bundle
+    past = {"user_id": [1, 1], "item_id": ["i9", "i8"], "timestamp": [MONDAY + 1, MONDAY]}
+    pq.write_table(pa.table(past), tmp_path / "histories.parquet")
+    out = tmp_path / "lists.parquet"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "time", lambda: 2.1e9)
+        with pytest.warns(UserWarning, match="2030-03-17T17:46:40"):
+            found = ended.recommend(past)
+        with pytest.warns(UserWarning, match="newest event"):
+            recpo.recommend(ended, tmp_path / "histories.parquet", out=out)
+        assert not ended.recommend_one([], ITEMS), "a server lists nothing that has ended"
+    assert set(found["item_id"]) == set(pq.read_table(out)["item_id"].to_pylist())
+    assert found["item_id"].tolist() == ended.recommend(past, at=MONDAY + 1)["item_id"].tolist() != []
+    assert not len(ended.recommend(past, at="2040-01-01"))
+
+
 def test_times_stay_unless_the_table_has_them(timed, tmp_path):
     named = [f"i{number}" for number in range(1, ITEMS + 1)]
     pq.write_table(pa.table({"item_id": named}), tmp_path / "plain.parquet")
