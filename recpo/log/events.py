@@ -351,8 +351,20 @@ def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available:
     ).order_by(Derived.ITEM_INDEX)
 
 
-def availability(items: ir.Table, events: ir.Table, given: ir.Table) -> ir.Table:
-    """When each item may be recommended: ``item_index`` and the times of ``given``.
+def exposures(events: ir.Table) -> ir.Table:
+    """Of each item of the train period: ``first`` and ``last`` time, number of events ``trained`` and ``later``."""
+    time, is_train = events[LogColumns.TIMESTAMP], events[Derived.PERIOD] == TRAIN
+    found = events.group_by(Derived.ITEM_INDEX).aggregate(
+        first=time.min(where=is_train),
+        last=time.max(where=is_train),
+        trained=is_train.cast("int64").sum(),
+        later=(~is_train).cast("int64").sum(),
+    )
+    return found.filter(found.trained > 0)
+
+
+def availability(items: ir.Table, events: ir.Table, given: ir.Table | None, idle_days: float) -> ir.Table:
+    """When each item may be recommended: ``item_index``, and ``available_from`` or ``available_until`` in ms.
 
     An item that was shown before ``available_from`` of the item table was already available then, so its first event
     determines it. One that a held-out period shows at ``available_until`` or later was available until after that.
@@ -360,18 +372,22 @@ def availability(items: ir.Table, events: ir.Table, given: ir.Table) -> ir.Table
     Args:
         items: ids and indices.
         events: all events of kept items.
-        given: ``item_id``, and ``available_from`` or ``available_until`` in ms of the item table, null = no limit.
+        given: ``item_id``, and the times of the item table, null = no limit; None = it has none.
+        idle_days: where the table has no ends, an item ends so long after its last event; 0 = it does not.
     """
-    time = events[LogColumns.TIMESTAMP]
+    time, named = events[LogColumns.TIMESTAMP], () if given is None else given.columns
     # held-out events alone: an extension does not see all events of the train period
     end = time.max(where=events[Derived.PERIOD] > TRAIN) + 1
-    shown = events.group_by(Derived.ITEM_INDEX).aggregate(first=time.min(), end=end)
-    joined = given.inner_join(items, LogColumns.ITEM_ID).left_join(shown, Derived.ITEM_INDEX)
+    shown = events.group_by(Derived.ITEM_INDEX).aggregate(first=time.min(), last=time.max(), end=end)
+    joined = items if given is None else given.inner_join(items, LogColumns.ITEM_ID)
+    joined = joined.left_join(shown, Derived.ITEM_INDEX)
     settled = {
         name: ibis.ifelse(is_wrong(joined[name], joined[bound]).fill_null(False), joined[bound], joined[name])
         for name, is_wrong, bound in ((AVAILABLE_FROM, gt, "first"), (AVAILABLE_UNTIL, lt, "end"))
-        if name in given.columns
+        if name in named
     }
+    if idle_days and AVAILABLE_UNTIL not in named:
+        settled[AVAILABLE_UNTIL] = joined["last"] + round(idle_days * MILLISECONDS_PER_DAY)
     return joined.select(Derived.ITEM_INDEX, **settled)
 
 

@@ -310,7 +310,8 @@ class _ExtensionRun(PrepareRun):
         """See ``PrepareRun``. The counts of the events that became train are added to the previous ones."""
         available, types = self._available(), self.log.types
         fresh = item_table(self.items, self.events, self.choice.feedback, available)
-        table = self.engine.table(self._with_own_durations(_with_kept(fresh, self.before.table(ITEMS))))
+        rows = _with_kept(fresh, self.before.table(ITEMS), ends_by_events=bool(self.idle_days))
+        table = self.engine.table(self._with_own_durations(rows))
         table = table.cast(schema.item_schema(types, self._times)).combine_chunks()
         if available is not None:
             self._count_shown_outside(table)
@@ -433,12 +434,13 @@ def _with_positions(placed: ir.Table) -> ir.Table:
     return name_requests(placed, first).drop(BEFORE)
 
 
-def _with_kept(fresh: ir.Table, kept: ir.Table) -> ir.Table:
+def _with_kept(fresh: ir.Table, kept: ir.Table, ends_by_events: bool) -> ir.Table:
     """``items.parquet`` of all items: counts are added; a known duration and time of availability are kept.
 
     Args:
         fresh: the rows of all items, with the counts of the events that became train.
         kept: the previous rows, of the first items.
+        ends_by_events: items end some days after their last event, which may be one that ``kept`` alone knows.
     """
     item, duration, available = Derived.ITEM_INDEX, LogColumns.DURATION, Derived.AVAILABLE_FROM
     rows = fresh.left_join(kept.rename(lambda name: f"kept_{name}"), fresh[item] == kept[item])
@@ -449,4 +451,7 @@ def _with_kept(fresh: ir.Table, kept: ir.Table) -> ir.Table:
     if available in columns:  # until an item's first train event, the item table decides; of its end, always
         trained = rows["kept_train_count"] > 0
         columns[available] = ibis.ifelse(trained, rows[f"kept_{available}"], rows[available])
+    if ends_by_events:
+        until = Derived.AVAILABLE_UNTIL
+        columns[until] = rows[until].coalesce(rows[f"kept_{until}"])
     return rows.select(**columns).order_by(item)

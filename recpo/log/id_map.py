@@ -16,7 +16,7 @@ from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_list, is_text
 from recpo.base.frames import require_columns
-from recpo.log.schema import AVAILABILITY, RETIRED as RETIRED
+from recpo.log.schema import AVAILABILITY, NEVER, RETIRED as RETIRED
 
 _FEW: Final = 4096
 
@@ -70,8 +70,12 @@ class IdMap:
             )
 
     @classmethod
-    def load(cls, path: Path | pa.NativeFile) -> Self:
+    def load(cls, path: Path | pa.NativeFile, known_until: int | None = None) -> Self:
         """Reads ``items.parquet``, as ``save`` writes it; other columns are ignored.
+
+        Args:
+            path: the file.
+            known_until: an end after this time is not known yet, so it is no limit; None = all are known.
 
         Raises:
             RecpoError: the file cannot be read or its indices are not 1..V.
@@ -104,6 +108,8 @@ class IdMap:
             for name, limit in AVAILABILITY.items()
         ]
         available = np.stack(times) if set(AVAILABILITY) & set(named) else None
+        if available is not None and known_until is not None:
+            available[1, available[1] > known_until] = NEVER
         return cls(table["item_id"].combine_chunks(), retired, available)
 
     def save(self, path: Path) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo import __version__
-from recpo.base.errors import NonNegativeInt, PositiveFloat, PositiveInt, RecpoError, validate_ranges
+from recpo.base.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, RecpoError, validate_ranges
 from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
 from recpo.base.features import SIDES, Feature, FeatureSchema, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
@@ -93,6 +93,10 @@ class Preparation:
     """whether lists may have items of a user's past, as in music or groceries: training, evaluation and export follow
     it. null = if most positives of the validation period are of such items: what people choose again. Where not all
     events are positive, nine tenths must be, and liked at least as often as others, or they are only shown again"""
+    idle_days: NonNegativeFloat | None = None
+    """after so many days without an event an item has ended, as news and offers do: it is no candidate, and no bundle
+    lists it. 0 = items do not end. null = as the log shows (docs/your_own_log.md), unless the table of items says when
+    they end (``features.available_until``)"""
     features: feature_columns.FeatureColumns = feature_columns.FeatureColumns()  # noqa: RUF009  frozen
     """features of items, users and requests, and the columns that they are read from"""
     behaviors: Mapping[str, str | FlagColumn] | None = None
@@ -215,6 +219,7 @@ class PrepareRun:
         events = self._split(read)
         self._label(self._keep(events))
         outside = self._outside(events)
+        self.idle_days = self._idle_days()
         sizes = self._write_catalog()
         self._write_features()
         shards = {name: self._write_period(number) for number, name in enumerate(PERIODS)}
@@ -240,9 +245,10 @@ class PrepareRun:
     def _facts(self, shards: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         """The entries of the manifest about the options, what was fitted, and what was counted."""
         counts = {**self.counts, "dropped": self.dropped, "splits": writing.totals(shards, self.more.behaviors)}
-        repeats = {"repeats": chosen_again(counts) if self.choice.repeats is None else self.choice.repeats}
+        repeats = splits.chosen_again(counts) if self.choice.repeats is None else self.choice.repeats
+        found = {"repeats": repeats, "idle_days": self.idle_days, "log": sorted(file.shown for file in self.log.files)}
         return {
-            "config": {**self.choice.describe(), "log": sorted(file.shown for file in self.log.files), **repeats},
+            "config": {**self.choice.describe(), **found},
             "columns": {column: self.log.columns.get(column) for column in LogColumns.ALL},
             "label": describe(self.choice.label),
             "feedback": self.feedback.to_json(),
@@ -404,6 +410,8 @@ class PrepareRun:
         available, types = self._available(), self.log.types
         rows = standard_events.item_table(self.items, self.events, self.choice.feedback, available)
         rows = self._with_own_durations(rows)
+        if available is not None:
+            self._count_shown_outside(self.engine.table(available))
         return {
             "num_items": self._write_rows(rows, schema.item_schema(types, self._times), ITEMS),
             "num_users": self._write_rows(self.users.order_by(Derived.USER_INDEX), schema.user_schema(types), USERS),
@@ -413,10 +421,18 @@ class PrepareRun:
         """When items may be recommended; None = at every time."""
         if not self._times:
             return None
-        times = standard_events.availability(self.items, self.events, self._given_times())
-        found = self.engine.materialize("available", times)
-        self._count_shown_outside(self.engine.table(found))
-        return found
+        given = self._given_times() if self._said else None
+        times = standard_events.availability(self.items, self.events, given, self.idle_days)
+        return self.engine.materialize("available", times)
+
+    def _idle_days(self) -> float:
+        """The option, or what the log shows."""
+        begin = self.boundaries.get("valid_start_ms")
+        if self.choice.idle_days is not None or begin is None or Derived.AVAILABLE_UNTIL in self._said:
+            return self.choice.idle_days or 0.0
+        shown = self.engine.table(standard_events.exposures(self.events))
+        first, last, trained, later = (shown[name].to_numpy() for name in ("first", "last", "trained", "later"))
+        return splits.idle_days(first, last, trained, later, begin, self.boundaries["last_ms"])
 
     def _count_shown_outside(self, items: pa.Table) -> None:
         """Counts the items that were shown before or after the times of the item table.
@@ -424,10 +440,12 @@ class PrepareRun:
         Args:
             items: ``item_index`` and the times that hold.
         """
+        if not self._said:
+            return
         said = self.engine.table(self._table_times().inner_join(self.items, LogColumns.ITEM_ID))
         held = items.take(pc.index_in(said[Derived.ITEM_INDEX], items[Derived.ITEM_INDEX].combine_chunks()))
         for name, count, differs in zip(AVAILABILITY, SHOWN_OUTSIDE, (pc.less, pc.greater), strict=True):
-            if name in self._times:
+            if name in self._said:
                 self.counts[count] = pc.sum(differs(held[name], said[name])).as_py() or 0
 
     @property
@@ -436,18 +454,24 @@ class PrepareRun:
         return self.tables["item"].log.columns if "item" in self.tables else ()
 
     @property
-    def _times(self) -> list[str]:
+    def _said(self) -> list[str]:
         """The times of availability that the item table has."""
         return [name for name in AVAILABILITY if name in self._of_items]
 
+    @property
+    def _times(self) -> list[str]:
+        """The times of availability that are known: those, and how long after its last event an item ends."""
+        by_events = {Derived.AVAILABLE_UNTIL} if self.idle_days else set[str]()
+        return [name for name in AVAILABILITY if name in {*self._said} | by_events]
+
     def _given_times(self) -> ir.Table:
-        """The times that items are said to be available: ``item_id``, and ``_times`` in ms."""
+        """The times that items are said to be available: ``item_id``, and ``_said`` in ms."""
         return self._table_times()
 
     def _table_times(self) -> ir.Table:
         """The times of the item table."""
         rows, unit = self.tables["item"].rows(self.engine), self.choice.table_columns.available_unit
-        times = {name: standard_events.timestamp_ms(rows[name], unit) for name in self._times}
+        times = {name: standard_events.timestamp_ms(rows[name], unit) for name in self._said}
         return rows.select(rows[ID].name(LogColumns.ITEM_ID), **times)
 
     def _with_own_durations(self, rows: ir.Table) -> ir.Table:
@@ -555,23 +579,6 @@ class PrepareRun:
     def _written(self, rows: int) -> None:
         self.rows_written += rows
         self.place.bar.set_postfix_str(f"{self.rows_written:,} rows written")
-
-
-def chosen_again(counts: Mapping[str, Any]) -> bool:
-    """Whether people choose items of their past: most positives of the validation period are of such items.
-
-    Where offers are logged, an item may be there again because it was offered again. Then nine tenths must be, which
-    leaves little to learn from new items, and such offers liked at least as often as others: people do not tire.
-
-    Args:
-        counts: of the manifest.
-    """
-    of_past, splits = counts["repeated_positives"], counts["splits"]
-    positives, targets = splits["valid"]["positive"], splits["valid"]["targets"]
-    chosen = all(splits[period]["positive"] == splits[period]["targets"] for period in PERIODS)
-    if chosen:
-        return 2 * of_past > positives
-    return 10 * of_past > 9 * positives and of_past * targets >= positives * counts["repeated_targets"]
 
 
 def describe(choice: Any) -> dict[str, Any]:

@@ -223,8 +223,8 @@ class Prepared(Artifact):
         return _decoded(self._compared(file), self.root / file, columns)
 
     def item_ids(self) -> IdMap:
-        """Maps external item ids to 1..V and back."""
-        return IdMap.load(self._compared(ITEMS))
+        """Maps external item ids to 1..V and back. An item that has not been idle long enough may still be shown."""
+        return IdMap.load(self._compared(ITEMS), self.manifest["boundaries"]["last_ms"] if self.idle_days else None)
 
     @cached_property
     def retired_items(self) -> np.ndarray:
@@ -239,6 +239,11 @@ class Prepared(Artifact):
     def repeats(self) -> bool:
         """Whether lists may have items of a user's past (``recpo prepare --repeats``)."""
         return bool(self.manifest["config"]["repeats"])
+
+    @property
+    def idle_days(self) -> float:
+        """After so many days without an event items have ended; 0 = they do not (``recpo prepare --idle_days``)."""
+        return float(self.manifest["config"]["idle_days"])
 
     @property
     def repeated_share(self) -> float:

@@ -4,7 +4,7 @@ This module has the split rules, and selects the rows of each period's shards an
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from typing import Any, ClassVar, Final
@@ -12,14 +12,71 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import ibis
 import ibis.expr.types as ir
+import numpy as np
 
 from recpo.base.errors import NonNegativeFloat, NonNegativeInt, PositiveInt, RecpoError, validate_ranges
 from recpo.log.events import more_columns, time_order
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT
-from recpo.log.schema import EVENT_SCHEMA, TEST, TIE_RULE, TRAIN, VALID, Derived, LogColumns
+from recpo.log.schema import (
+    EVENT_SCHEMA,
+    MILLISECONDS_PER_DAY,
+    PERIODS,
+    TEST,
+    TIE_RULE,
+    TRAIN,
+    VALID,
+    Derived,
+    LogColumns,
+)
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+#: Rule of ``idle_days``: days that are tried, events expected of idle items, and at most this share of them happened.
+_IDLE_DAYS: Final = (1, 2, 3, 5, 7, 10, 14, 21, 30)
+_LEAST_EXPECTED, _COME_BACK = 300, 0.003
+
+
+def idle_days(first: np.ndarray, last: np.ndarray, counts: np.ndarray, later: np.ndarray, begin: int, end: int) -> int:
+    """After how many days without an event items have ended, as news and offers do; 0 = they do not end.
+
+    An item with ``n`` events since its first one, ``t`` days before the held-out periods of ``h`` days, has ``n h / t``
+    events in them if it lasts, however long ago its last one was. Of the items that were idle for some days, nearly
+    none of these happen where items end; where items only fade, some do.
+
+    Args:
+        first: ``[V]`` time of the first event of each item of the train period, in ms.
+        last: time of its last event of the train period.
+        counts: number of its events in the train period.
+        later: number of its events afterwards.
+        begin: end of the train period.
+        end: the last time of the log.
+    """
+    expected = counts * (end - begin) / np.maximum(begin - first, MILLISECONDS_PER_DAY)
+    for days in _IDLE_DAYS:
+        is_idle = last < begin - days * MILLISECONDS_PER_DAY
+        wanted = expected[is_idle].sum()
+        if wanted >= _LEAST_EXPECTED and later[is_idle].sum() <= _COME_BACK * wanted:
+            return days
+    return 0
+
+
+def chosen_again(counts: Mapping[str, Any]) -> bool:
+    """Whether people choose items of their past: most positives of the validation period are of such items.
+
+    Where offers are logged, an item may be there again because it was offered again. Then nine tenths must be, which
+    leaves little to learn from new items, and such offers liked at least as often as others: people do not tire.
+
+    Args:
+        counts: of the manifest.
+    """
+    of_past, splits = counts["repeated_positives"], counts["splits"]
+    positives, targets = splits["valid"]["positive"], splits["valid"]["targets"]
+    chosen = all(splits[period]["positive"] == splits[period]["targets"] for period in PERIODS)
+    if chosen:
+        return 2 * of_past > positives
+    return 10 * of_past > 9 * positives and of_past * targets >= positives * counts["repeated_targets"]
 
 
 class Split(ABC):
