@@ -172,7 +172,9 @@ class FeedbackDefinition:
         return np.where(dislike, np.int8(DISLIKED), levels)
 
     def buckets(self, duration: np.ndarray) -> np.ndarray:
-        """Duration buckets, int64; ``UNKNOWN_BUCKET`` for unknown durations."""
+        """Duration buckets, int64; ``UNKNOWN_BUCKET`` for unknown durations, and for all where none was read."""
+        if self.cutoffs.keys() == {UNKNOWN_BUCKET}:
+            return np.full(np.shape(duration), UNKNOWN_BUCKET)
         power = self._powers(duration)
         return np.where(np.isnan(power), UNKNOWN_BUCKET, np.floor(power)).astype(np.int64)
 

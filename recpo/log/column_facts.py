@@ -261,6 +261,7 @@ _ITEMS: Final = (
 #: What items are called in an id only: alone these are other things as often, such as the text of a post.
 _ITEMS_WITH_ID: Final = (
     *("photo", "content", "news", "post", "ad", "app", "business", "poi", "feed", "show", "stream", "audiobook"),
+    *("coupon", "voucher", "deal", "room", "property", "prop", "dish", "wine", "beer", "question", "exercise", "ep"),
     *("reel", "listing", "place", "venue", "job", "offer", "image", "pin", "asset", "story", "title", "creative"),
 )
 
@@ -268,13 +269,16 @@ _ITEMS_WITH_ID: Final = (
 _PEOPLE: Final = (
     *("customer", "member", "visitor", "listener", "viewer", "reader", "reviewer", "buyer", "player", "shopper"),
     *("subscriber", "account", "profile", "client", "learner", "student", "guest", "traveler", "applicant"),
-    *("candidate", "patron", "person", "participant", "respondent", "rater"),
+    *("candidate", "patron", "person", "participant", "respondent", "rater", "taster", "contact", "recipient", "card"),
 )
+#: Last words of ids; "id" in the tables of names.
+_IDS: Final = ("id", "guid", "uuid", "code", "no", "nr", "number", "hash", "key", "uri", "slug", "ref")
 
 #: What has an id beside items.
 _NO_ITEMS: Final = frozenset(
     {"user", "category", "session", "request", "order", "transaction", "event", "device", "tag", "genre", "author"}
     | {"artist", "brand", "review", "row", "parent", "city", "country", "region", "group", "page", "tab", "campaign"}
+    | {"zip", "postal", "post", "status", "error", "phone", "house", "version", "currency", "language", "promo"}
     | {"auction", "visit", "impression", "slate", "query", "search", "placement", "experiment", "variant"}
 )
 
@@ -304,12 +308,34 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.TIMESTAMP: (
         *("timestamp", "ts", "time", "eventtime", "eventtimestamp", "datetime", "unixtime", "unixreviewtime"),
         *("reviewtime", "createdat", "created", "showtime", "clicktime", "ratedat", "viewedat", "playedat"),
-        *("watchedat", "startedat", "listenedat", "purchasedat", "orderedat", "date", "eventdate"),
+        *(
+            "watchedat",
+            "startedat",
+            "listenedat",
+            "purchasedat",
+            "orderedat",
+            "date",
+            "eventdate",
+            "eventts",
+            "eventat",
+        ),
+        *(
+            "showntime",
+            "shownts",
+            "shownat",
+            "actiontime",
+            "actionts",
+            "actionat",
+            "sentat",
+            "sessionstart",
+            "entertime",
+        ),
         *("position", "pos", "order", "seq", "step"),
     ),
     LogColumns.WATCH_TIME: (
         *("watchtime", "playtime", "playingtime", "playduration", "played", "watchduration", "watched", "dwelltime"),
         *("dwell", "staytime", "stayduration", "viewtime", "viewduration", "listeningtime", "listentime", "listened"),
+        *("sessionlen", "sessionlength", "sessionduration", "sessiontime", "visitduration", "timeonpage"),
         *("readingtime", *(f"{use}time" for use in _USES), *(f"time{use}" for use in _USES)),
     ),
     LogColumns.DURATION: (
@@ -324,59 +350,22 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target", "reward"),
         *("outcome", "response", "success", "relevance"),
         *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview", "feedback"),
-        *("percentwatched", "watchedpercent", "watchpercent", "pctwatched", "watchedpct", "completedpct"),
+        *("percentwatched", "watchedpercent", "watchpercent", "pctwatched", "watchedpct", "completedpct", "progress"),
+        *("progresspct", "progresspercent", "percentcomplete", "percentcompleted", "points"),
     ),
     LogColumns.PROPENSITY: (
         *("propensity", "propensityscore", "pscore", "loggingprobability", "behaviorprobability", "probability"),
-        *("actionprob", "loggingprob"),
+        *("actionprob", "loggingprob", "showprob", "shownprob", "displayprob", "selectionprob", "exposureprob"),
     ),
-    LogColumns.IS_RANDOM: ("israndom", "israndomized", "rand", "israndomexposure", "random", "randomexposure"),
+    LogColumns.IS_RANDOM: (
+        *("israndom", "israndomized", "rand", "israndomexposure", "random", "randomexposure", "randomized"),
+        *("randomsort", "randomranking", "randomorder"),
+    ),
     LogColumns.REQUEST_ID: (
         *("requestid", "reqid", "impressionid", "slateid", "searchid", "pageviewid", "traceid"),
         *("auctionid", "visitid", "queryid"),
     ),
 }
-
-#: What users do with items: name of the behavior -> names of flag columns.
-_CONVERSIONS: Final = ("conversion", "converted")
-BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
-    "click": ("click", "clicked", "clk"),
-    "complete": ("complete", "completed", "finish", "finished"),
-    "like": ("like", "liked", "thumbsup", "upvote", "recommend", "recommended"),
-    "follow": ("follow", "followed", "subscribe", "subscribed"),
-    "share": ("share", "shared", "forward", "forwarded"),
-    "comment": ("comment", "commented"),
-    "save": ("save", "saved", "fav", "favorite", "favorited", "bookmark", "bookmarked", "collect", "addtolist"),
-    "cart": ("cart", "addtocart", "addedtocart", "atc"),
-    "purchase": ("purchase", "purchased", "buy", "bought", "order", "ordered", "transaction", *_CONVERSIONS),
-    "download": ("download", "downloaded", "install", "installed"),
-    "profile": ("profileenter", "profilevisit"),
-    "open": ("open", "opened"),
-    "book": ("booking", "booked", "reservation", "reserved"),
-    "apply": ("apply", "applied", "application"),
-    "enroll": ("enroll", "enrolled", "signup", "signedup"),
-    "contact": ("contact", "contacted", "message", "messaged", "reply", "replied"),
-    "accept": ("accept", "accepted", "redeem", "redeemed"),
-}
-
-#: Columns that state the kind of event of a row.
-EVENT_KINDS: Final = ("event", "eventtype", "action", "actiontype", "behavior", "behaviortype", "type")
-
-#: Kinds of events that only say what was offered; compared without case, spaces and separators.
-_OFFERS: Final = frozenset(
-    {"impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed"}
-)
-
-#: Kinds of events that are an exposure where there are kinds for what follows, and else all that is known.
-_VIEWS: Final = frozenset(
-    {"view", "views", "viewed", "pageview", "pageviews", "pv", "itemview", "productview", "detail"}
-)
-#: Beginnings of kinds of events that take something back.
-_UNDONE: Final = ("remove", "delete", "cancel", "return", "refund", "unlike", "unsave", "unfollow", "unsubscribe")
-
-#: Flags of events that the user did not want, and their values for all others: numbers, booleans, texts of files.
-SKIPS: Final = ("skip", "skipped", "bounce", "bounced")
-UNSKIPPED: Final = ("0", "false", "False", "FALSE")
 
 #: Words for the begin and the end of an item's availability, in names of times.
 _BOUNDS: Final = {
@@ -405,7 +394,7 @@ _BOUNDS: Final = {
     ),
 }
 #: Words for times, which may follow these.
-_OF_TIMES: Final = frozenset({"at", "on", "date", "time", "timestamp", "ts", "dt", "datetime", "utc", "day"})
+OF_TIMES: Final = frozenset({"at", "on", "date", "time", "timestamp", "ts", "dt", "datetime", "utc", "day"})
 
 _UNITS: Final[dict[str, str]] = {
     **dict.fromkeys(("ns", "nanos", "nanoseconds"), "ns"),
@@ -419,8 +408,11 @@ _TYPE: Final = re.compile(r":(token|float|token_seq|float_seq)$")  # type suffix
 
 
 def words(name: str) -> list[str]:
-    """The words of a column name, in lower case: ``playedMs`` and ``played_ms`` give the same words."""
-    return [word.lower() for word in _WORD.findall(_TYPE.sub("", name))]
+    """The words of a column name, in lower case: ``playedMs`` and ``played_ms`` give the same words.
+
+    Of a field of a record, such as ``payload.item_id``, those of the field.
+    """
+    return [word.lower() for word in _WORD.findall(_TYPE.sub("", name).rpartition(".")[2])]
 
 
 def unit_of_name(name: str) -> str | None:
@@ -429,17 +421,27 @@ def unit_of_name(name: str) -> str | None:
     return said.pop() if len(said) == 1 else None
 
 
+#: Words before and after what a flag says.
+_BEFORE_FLAGS, _AFTER_FLAGS = ("is", "has", "was", "did", "had"), ("bool", "flag", "ind", "indicator", "yn")
+
+
 def plain_name(name: str) -> str:
-    """A name without case, separators, units and a leading "is", as in the tables above."""
+    """A name without case, separators, units, and what only says that it is a flag, as in the tables above."""
     kept = [word for word in words(name) if word not in _UNITS]
-    joined = "".join(kept[1:] if kept[:1] == ["is"] and len(kept) > 1 else kept)
-    return joined or "".join(words(name))
+    kept = kept[1:] if len(kept) > 1 and kept[0] in _BEFORE_FLAGS else kept
+    kept = kept[:-1] if len(kept) > 1 and kept[-1] in _AFTER_FLAGS else kept
+    return "".join(kept or words(name))
 
 
 def is_id_of_something(name: str) -> bool:
     """Whether a name ends as that of an id, and not of what items have in common or what happens to them."""
     said = words(name)
-    return len(said) > 1 and said[-1] in ("id", "uri", "key", "slug") and may_be_id(name)
+    return len(said) > 1 and said[-1] in _IDS and may_be_id(name)
+
+
+def may_be_item(name: str) -> bool:
+    """Whether a name without "id" is what items are called in some logs, and another thing in others."""
+    return plain_name(name) in _ITEMS_WITH_ID
 
 
 def may_be_id(name: str) -> bool:
@@ -457,7 +459,10 @@ def rank_as(column: str, name: str) -> int | None:
     if column == LogColumns.WATCH_TIME and plain in _USES and unit_of_name(name) is not None:
         return len(names) + _USES.index(plain)  # play_seconds
     is_measure = column == LogColumns.ITEM_ID and unit_of_name(name) is not None
-    found = next((names.index(one) for one in ((full,) if is_measure else (full, plain)) if one in names), None)
+    said, variants = words(name), [full] if is_measure else [full, plain]
+    if column in (LogColumns.ITEM_ID, LogColumns.USER_ID) and len(said) > 1 and said[-1] in _IDS:
+        variants.append("".join(said[:-1]) + "id")  # member_no, gameCode
+    found = next((names.index(one) for one in variants if one in names), None)
     if found is not None or column != LogColumns.LABEL or _OF_OTHERS & set(words(name)):
         return found
     return len(names) if words(name)[-1:] in (["rating"], ["stars"]) else None  # Book-Rating
@@ -465,114 +470,6 @@ def rank_as(column: str, name: str) -> int | None:
 
 def bound_of(name: str) -> str | None:
     """The bound of an item's availability that a column of times is called; None = neither."""
-    said = [word for word in words(name) if word not in _OF_TIMES and word not in _UNITS]
+    said = [word for word in words(name) if word not in OF_TIMES and word not in _UNITS]
     said = said[1:] if len(said) > 1 and said[0] in (*_ITEMS, *_ITEMS_WITH_ID) else said
     return next((bound for bound, names in _BOUNDS.items() if "".join(said) in names), None)
-
-
-def behavior_of(name: str) -> str | None:
-    """The behavior that the name of a flag column states; None = no known behavior."""
-    plain = plain_name(name)
-    return next((behavior for behavior, names in BEHAVIORS.items() if plain in names), None)
-
-
-_TRUE: Final = frozenset({"yes", "y", "true", "t", "on", "1"})
-_FALSE: Final = frozenset({"no", "n", "false", "f", "off", "0"})
-#: words that state an opinion in any column
-_LIKES: Final = frozenset(
-    {"like", "liked", "thumbsup", "thumbup", "upvote", "upvoted", "love", "loved", "favorite", "👍", "❤"}
-)
-_DISLIKES: Final = frozenset(
-    {"dislike", "disliked", "thumbsdown", "thumbdown", "downvote", "downvoted", "hate", "hated", "notinterested", "👎"}
-)
-#: words that state one only in a column that is called so: elsewhere "up" may be a direction
-_UPS: Final = frozenset({"up", "positive", "pos", "good"})
-_DOWNS: Final = frozenset(
-    {"down", "negative", "neg", "bad", "hide", "hidden", "block", "blocked", "report", "reported"}
-)
-_NEITHER: Final = frozenset(
-    {"", "none", "null", "nan", "na", "neutral", "nothing", "unknown", "nofeedback", "noreaction"}
-)
-_NAMES: Final = frozenset(
-    {"thumb", "thumbs", "feedback", "reaction", "vote", "rating", "sentiment", "opinion", "like", "dislike", "verdict"}
-)
-
-
-class Opinions(NamedTuple):
-    """The texts of a column that state an opinion.
-
-    Attributes:
-        likes: those that mean that the user liked the item.
-        dislikes: those that mean that the user disliked it.
-        is_certain: the others mean neither, and the words or the name of the column say that these are opinions.
-    """
-
-    likes: tuple[str, ...]
-    dislikes: tuple[str, ...]
-    is_certain: bool
-
-
-def opinions(name: str, texts: Sequence[str]) -> Opinions | None:
-    """The opinions in a column; None if no text is one.
-
-    Args:
-        name: name of the column.
-        texts: its distinct texts.
-    """
-    plain = {text: _plain(text) for text in texts}
-    likes = tuple(text for text, word in plain.items() if word in _LIKES | _UPS)
-    dislikes = tuple(text for text, word in plain.items() if word in _DISLIKES | _DOWNS)
-    if not likes and not dislikes:
-        return None
-    rest = [word for text, word in plain.items() if text not in likes and text not in dislikes]
-    is_clear = any(plain[text] in _LIKES | _DISLIKES for text in (*likes, *dislikes)) or bool(_NAMES & set(words(name)))
-    return Opinions(likes, dislikes, is_clear and all(word in _NEITHER for word in rest))
-
-
-def offers(texts: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of events among ``texts`` that only say what was offered, such as "impression", or was taken back.
-
-    A view is an offer where another kind says what followed, such as a purchase, unless there are impressions; so is a
-    click, unless there are impressions or views.
-    """
-    plain = {text: _plain(text) for text in texts}
-    followed = {behavior for text in texts if (behavior := _behavior_of_kind(text)) is not None}
-    words = {*plain.values()}
-    offered = _OFFERS & words or (_VIEWS & words if followed else set()) or _clicks(plain, followed)
-    found = tuple(text for text, word in plain.items() if word in offered)
-    return found + tuple(text for text, word in plain.items() if found and word.startswith(_UNDONE))
-
-
-def _clicks(plain: dict[str, str], followed: set[str]) -> set[str]:
-    """The words for clicks, if other behaviors follow them."""
-    return {word for text, word in plain.items() if len(followed) > 1 and _behavior_of_kind(text) == "click"}
-
-
-def _behavior_of_kind(text: str) -> str | None:
-    """The behavior that a kind of event is, in the singular or plural."""
-    return behavior_of(text) or behavior_of(text.removesuffix("s"))
-
-
-def outcome_grades(texts: Sequence[str]) -> dict[str, float]:
-    """Grade of each kind of event that is no offer: 1; where there are purchases, other outcomes have half of theirs.
-
-    Grades are by value in simulated shops: of a view, a cart and a purchase 0, 0.5 and 1 give policies that are worth
-    more, by the probability of a purchase, than 0, 1 and 1, and as much as 0, 0 and 1 (docs/your_own_log.md).
-    """
-    offered = offers(texts)
-    outcomes = [text for text in texts if text not in offered]
-    bought = [text for text in outcomes if _behavior_of_kind(text) == "purchase"]
-    return {text: 0.5 if bought and text not in bought else 1.0 for text in outcomes}
-
-
-def true_texts(texts: Sequence[str]) -> tuple[str, ...]:
-    """The texts that mean true, such as "yes", if all texts mean true or false; else empty."""
-    plain = {text: _plain(text) for text in texts}
-    if not all(word in _TRUE | _FALSE | _NEITHER for word in plain.values()):
-        return ()
-    return tuple(text for text, word in plain.items() if word in _TRUE)
-
-
-def _plain(text: str) -> str:
-    """A text without case, spaces, separators, and the colors of emoji."""
-    return "".join(letter for letter in text.lower() if letter.isalnum() or letter in "👍👎❤")

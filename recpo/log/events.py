@@ -14,6 +14,7 @@ from recpo.base.feedback import FeedbackRule
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import (
+    ANY,
     AVAILABILITY,
     DATED,
     MILLISECONDS_PER_DAY,
@@ -63,7 +64,9 @@ def _read(column: ir.Value, flag: FlagColumn) -> ir.Value:
 
 
 def _has_value(column: ir.Value, flag: FlagColumn) -> ir.BooleanColumn:
-    """Whether a value is one of those that mean true; null if it is missing."""
+    """Whether a value is one of those that mean true; null if it is missing. ``ANY``: whether it is not missing."""
+    if flag.values == (ANY,):
+        return ~absent(column) & (column.strip() != "" if column.type().is_string() else True)
     if column.type().is_string():
         return column.strip().isin(flag.values)
     if column.type().is_boolean():

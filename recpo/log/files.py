@@ -23,7 +23,7 @@ from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine, copy_columns
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
 from recpo.log.locations import Location, Place, locate, readable
-from recpo.log.schema import Columns, Fault, FlagColumn, LogColumns, name_of
+from recpo.log.schema import ANY, Columns, Fault, FlagColumn, LogColumns, name_of
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
 #: columns that the engines add when they read files
@@ -184,7 +184,8 @@ def open_log(
     def expected(column: str, kind: pa.DataType) -> str | None:
         if column in context:
             return expected_type(context[column], kind)
-        return _expected_type(column, kind, isinstance(sources[column], FlagColumn))
+        source = sources[column]
+        return _expected_type(column, kind, source if isinstance(source, FlagColumn) else None)
 
     columns, missing = settle_columns(opened, wanted, needed, _remedy)
     types, mistyped = settle_types(opened, columns, expected)
@@ -385,11 +386,13 @@ def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         return first
 
 
-def _expected_type(column: str, kind: pa.DataType, is_flag_of_values: bool) -> str | None:
+def _expected_type(column: str, kind: pa.DataType, flag: FlagColumn | None) -> str | None:
     """None if ``kind`` is suitable for ``column``, else a description of the suitable types."""
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-    if is_flag_of_values:
-        return None if number or is_text(kind) or pa.types.is_boolean(kind) else "strings, numbers or booleans"
+    if flag is not None:
+        is_time = flag.values == (ANY,) and pa.types.is_temporal(kind)
+        suits = number or is_text(kind) or pa.types.is_boolean(kind) or is_time
+        return None if suits else "strings, numbers or booleans"
     if column in LogColumns.IDS:
         return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
     if column == LogColumns.TIMESTAMP:

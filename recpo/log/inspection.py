@@ -5,6 +5,7 @@ follow from the recognized columns and the counts. ``recpo.verbs.init`` writes t
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike, fspath
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import some_of
-from recpo.log.column_facts import ColumnFacts, bound_of, column_facts, rank_as
+from recpo.log.column_facts import ColumnFacts, bound_of, column_facts, plain_name, rank_as
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
 from recpo.log.files import TableSample, sample_tables
@@ -38,6 +39,7 @@ _YEAR: Final = 365.0  # days
 _CENTURY: Final = 100 * _YEAR  # a log that spans it has numbers that are no times, which `prepare` refuses
 _LAST_DAY: Final = 47_482.0  # 2100-01-01
 _OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not available by a column of their table
+_MOSTLY_KNOWN: Final = 0.9  # of the ids of a log, at least, are in the table of them
 _NAMES_SHOWN: Final = 8
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
@@ -78,13 +80,11 @@ class Choice:
         class_name: name of its class.
         init_args: its options.
         why: the reason for the choice.
-        column: column that a label reads instead of the recognized one.
     """
 
     class_name: str
     init_args: Mapping[str, Any]
     why: str
-    column: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class Inspection(Recognition):
         counts: its size.
         others: other named files that are not the log, with their columns.
         tables: "item" and "user" -> a file with one row for each.
-        item_columns: columns of the table of items that say how long an item is, and when it is available. The sample
-            has these durations beside the columns of the log.
+        table_columns: columns of the tables that say how long an item is, and when it is available, and ids with other
+            names than in the log. The sample has these durations beside the columns of the log.
         written: the files that were written, by what they configure; empty before.
         commands: the commands to run with them, in order, from the log to recommendations.
     """
@@ -110,7 +110,7 @@ class Inspection(Recognition):
     counts: LogCounts
     others: tuple[TableSample, ...] = field(repr=False, default=())
     tables: Mapping[str, str] = field(default_factory=dict)
-    item_columns: FeatureColumns = field(default_factory=FeatureColumns)
+    table_columns: FeatureColumns = field(default_factory=FeatureColumns)
     written: Mapping[str, Path] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
 
@@ -135,9 +135,9 @@ class Inspection(Recognition):
             why += f", and {missing:g} is read as not rated; if it is a rating, remove missing, and set low to it"
             return Choice("NumericColumn", {"low": low, "high": high, "missing": missing}, why)
         if watch is not None:
-            high = round(facts[watch].high or 1.0, 3)
-            why = f"`{watch}` divided by its 99 % quantile, because there is no duration"
-            return Choice("NumericColumn", {"low": 0, "high": high}, why, watch)
+            why = f"the rank of `{watch}` among the user's watch times, as there is no duration, smoothed with "
+            why += f"{_SMOOTHING} of everybody's"
+            return Choice("WatchQuantiles", {"smoothing": _SMOOTHING, "by_duration": False}, why)
         return Choice("EveryEvent", {}, "no column says how good an event was: every event is a positive")
 
     def _label_of_watch_times(self, watch: str, duration: str) -> Choice:
@@ -234,8 +234,10 @@ def inspect_log(
     best = max(range(len(found)), key=lambda number: _likeness(found[number], samples[number]))
     sample, recognition = samples[best], found[best]
     others = tuple(one for number, one in enumerate(samples) if number != best)
-    tables = _tables(recognition, others)
-    rows, length = _item_rows(sample, others, tables, recognition), None
+    keyed = _tables(recognition, sample, others)
+    tables = {side: file for side, (file, _) in keyed.items()}
+    item, user = map(recognition.column, (LogColumns.ITEM_ID, LogColumns.USER_ID))
+    rows, length = _item_rows(sample, others, *keyed.get("item", ("", "")), str(item)), None
     if recognition.column(LogColumns.WATCH_TIME) is not None and recognition.column(LogColumns.DURATION) is None:
         length = _length_column(rows, sample, columns)
     if length is not None:
@@ -245,9 +247,10 @@ def inspect_log(
     _validate_names(columns, sample)
     if not sample.table.num_rows:
         raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
-    item_columns, doubts = _availability(rows, sample, recognition, facts[best])
+    table_columns, doubts = _availability(rows, sample, recognition, facts[best])
+    table_columns |= {f"{side}_id": key for side, (_, key) in keyed.items() if key not in (item, user)}
     if length is not None:
-        item_columns |= {"duration": length, "duration_unit": recognition.columns.duration_unit or "s"}
+        table_columns |= {"duration": length, "duration_unit": recognition.columns.duration_unit or "s"}
         doubts.append(f"`{length}` of the table of items is the duration of each event")
     recognition = replace(
         recognition,
@@ -255,7 +258,7 @@ def inspect_log(
         doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts),
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
-    about["item_columns"] = FeatureColumns(**item_columns)
+    about["table_columns"] = FeatureColumns(**table_columns)
     return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
 
 
@@ -296,39 +299,48 @@ def _unnamed(sample: TableSample) -> list[str]:
     ]
 
 
-def _tables(found: Recognition, others: Sequence[TableSample]) -> dict[str, str]:
-    """Files with one row per item or user; of several, the one with the most features of the preset."""
+def _tables(found: Recognition, sample: TableSample, others: Sequence[TableSample]) -> dict[str, tuple[str, str]]:
+    """Files with one row per item or user, and their columns of ids; of several, the one with most preset features."""
     tables = {}
     item, user = found.column(LogColumns.ITEM_ID), found.column(LogColumns.USER_ID)
     for side, own, other in (("item", item, user), ("user", user, item)):
         features = PRESET_FEATURES[found.preset].of("item" if side == "item" else "user") or ()
-        columns = {feature.source for feature in features}
+        columns, role = {feature.source for feature in features}, f"{side}_id"
         suiting = [
-            (len(columns & set(one.table.column_names)), one)
+            (len(columns & set(one.table.column_names)), str(one.files[0]), key)
             for one in others
-            if own in one.table.column_names
-            and other not in one.table.column_names
-            and one.table.num_columns + len(one.lists) > 1
-            and _is_key(one, str(own))
+            if own is not None and other not in one.table.column_names and one.table.num_columns + len(one.lists) > 1
+            if (key := _key_column(one, own, sample.table[own], role)) is not None
         ]
         if suiting:
-            tables[side] = str(max(suiting, key=lambda pair: pair[0])[1].files[0])
+            tables[side] = max(suiting, key=lambda three: three[0])[1:]
     return tables
 
 
-def _item_rows(
-    sample: TableSample, others: Sequence[TableSample], tables: Mapping[str, str], found: Recognition
-) -> pa.Table:
+def _key_column(one: TableSample, own: str, values: pa.ChunkedArray, role: str) -> str | None:
+    """The column of ids of a table: the one that is called as in the log, or as ids are, with the values of the log."""
+    if own in one.table.column_names:
+        return own if _is_key(one, own) else None
+    known = values.unique()
+    for name in one.table.column_names:
+        if (plain_name(name) == "id" or rank_as(role, name) is not None) and _is_key(one, name):
+            with suppress(pa.ArrowException):  # ids of another type
+                found = pc.is_in(known, value_set=one.table[name].combine_chunks().cast(known.type))
+                if pc.mean(found).as_py() >= _MOSTLY_KNOWN:
+                    return name
+    return None
+
+
+def _item_rows(sample: TableSample, others: Sequence[TableSample], file: str, key: str, item: str) -> pa.Table:
     """The row of the table of items for each inspected event; without columns if there is no such table."""
-    items = next((one.table for one in others if str(one.files[0]) == tables.get("item")), None)
+    items = next((one.table for one in others if str(one.files[0]) == file), None)
     if items is None:
         return pa.table({})
-    key = str(found.column(LogColumns.ITEM_ID))
     try:
-        ids = items[key].cast(sample.table[key].type).combine_chunks()
+        ids = items[key].cast(sample.table[item].type).combine_chunks()
     except pa.ArrowException:  # `prepare` refuses ids of another type
         return pa.table({})
-    return items.take(pc.index_in(sample.table[key], value_set=ids))
+    return items.take(pc.index_in(sample.table[item], value_set=ids))
 
 
 def _length_column(rows: pa.Table, sample: TableSample, given: Columns) -> str | None:
@@ -530,8 +542,8 @@ def _scale(facts: ColumnFacts, missing: float | None) -> tuple[float, float]:
         assert facts.few is not None
         least = facts.few[1]
     for low, high in _SCALES:
-        if facts.kind != "number" and low != int(low):
-            continue  # a scale of halves has values with fractions
+        if (facts.kind != "number" and low != int(low)) or least > (low + high) / 2:
+            continue  # a scale of halves has values with fractions, and points from 80 to 100 are none from 0 on
         if low <= least and most <= high and (most == high or (facts.kind == "number" and high == 1)):
             return low, high
     return least, most

@@ -12,10 +12,11 @@ from typing import Any, Final
 import pyarrow as pa
 
 from recpo.base.frames import some_of
-from recpo.log import column_facts
-from recpo.log.column_facts import ColumnFacts, Opinions, opinions, plain_name, rank_as, true_texts, unit_of_name
+from recpo.log import column_facts, event_kinds
+from recpo.log.column_facts import ColumnFacts, plain_name, rank_as, unit_of_name
+from recpo.log.event_kinds import Opinions, opinions, true_texts
 from recpo.log.feature_columns import PRESET_BEHAVIORS
-from recpo.log.schema import MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns, PresetName, name_of
+from recpo.log.schema import ANY, MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns, PresetName, name_of
 
 _UNIT_OPTION: Final = {
     LogColumns.TIMESTAMP: "time_unit",
@@ -97,7 +98,7 @@ class Recognition:
     def outcome_rows(self) -> bool:
         """Whether what followed on an exposure has rows of its own: the label is read from kinds of events."""
         label = self.source(LogColumns.LABEL)
-        return isinstance(label, FlagColumn) and plain_name(label.column) in column_facts.EVENT_KINDS
+        return isinstance(label, FlagColumn) and plain_name(label.column) in event_kinds.EVENT_KINDS
 
     @property
     def columns(self) -> Columns:
@@ -217,6 +218,8 @@ class _Recognizer:
         """A time by its values, users and items by their tables or the ends of names, where one column is left."""
         if LogColumns.TIMESTAMP not in self.columns and LogColumns.TIMESTAMP in self.given.required:
             clocks = [name for name, one in self.facts.items() if self._is_free(name) and _is_clock(one)]
+            if len(clocks) > 1:  # others are when something followed, if it did
+                clocks = [name for name in clocks if not self.facts[name].nulls]
             if len(clocks) == 1:
                 self._set(LogColumns.TIMESTAMP, clocks[0], "by its values")
         for role in (LogColumns.ITEM_ID, LogColumns.USER_ID):
@@ -230,10 +233,15 @@ class _Recognizer:
         free = [name for name in free if column_facts.may_be_id(name)]
         keyed = [name for name in free if name in self.keys]
         ids = [name for name in free if column_facts.is_id_of_something(name)]
+        alone = [name for name in free if column_facts.may_be_item(name)]
         if len(keyed) == 1:
             self._set(role, keyed[0], "by another file, which has one row for each")
-        elif len(ids) == 1 and not keyed and role == LogColumns.ITEM_ID:
+        elif keyed or role == LogColumns.USER_ID:
+            return
+        elif len(ids) == 1:
             self._set(role, ids[0], "by the end of its name, as no other column is an id")
+        elif len(alone) == 1:
+            self._set(role, alone[0], "by its name, as no other column is an item")
 
     def _read_texts(self) -> None:
         """Reads flags and a label from columns of texts, where the user has not said which texts mean true."""
@@ -252,7 +260,7 @@ class _Recognizer:
         doubts = []
         for name, facts in self.facts.items():
             stated = opinions(name, facts.texts) if self._is_free(name) else None
-            if stated is None or plain_name(name) in column_facts.EVENT_KINDS:
+            if stated is None or self._are_kinds(name):
                 continue
             if not stated.is_certain:
                 shown = "', '".join(facts.texts[:5])
@@ -389,10 +397,13 @@ class _Recognizer:
         """Adds the behaviors that flags state."""
         known = {column: name for name, column in PRESET_BEHAVIORS[self.preset].items()}
         for name, facts in self.facts.items():
-            behavior = known.get(name) or column_facts.behavior_of(name)
+            happened = bool(facts.nulls) and _is_clock(facts)
+            behavior = known.get(name) or event_kinds.behavior_of(name, at=happened)
             if not self._is_free(name) or behavior is None or behavior in self.behaviors:
                 continue
-            if facts.kind == "flag":
+            if happened:
+                self.behaviors[behavior] = FlagColumn(name, ANY)
+            elif facts.kind == "flag":
                 self.behaviors[behavior] = name
             elif texts := true_texts(facts.texts):
                 self.behaviors[behavior] = _flag_of(name, texts)
@@ -411,7 +422,7 @@ class _Recognizer:
         sparse = self._rarely_rated()
         if LogColumns.WATCH_TIME in self.columns or (LogColumns.LABEL in self.columns and sparse is None):
             return []
-        found = next(chain(self._behaviors_as_labels(), self._other_labels()), None)
+        found = next(chain(self._kinds_as_labels(), self._behaviors_as_labels(), self._skips_as_labels()), None)
         if found is None:
             return []
         label, unwanted = found
@@ -420,6 +431,9 @@ class _Recognizer:
         name = name_of(label)
         self.behaviors = {one: column for one, column in self.behaviors.items() if name_of(column) != name}
         self._set(LogColumns.LABEL, label, "by its name, as no other column says how good every event was")
+        disliked = event_kinds.dislikes_among(self.facts[name].texts) if isinstance(label, FlagColumn) else ()
+        if disliked and LogColumns.DISLIKE not in self.columns:
+            self._set(LogColumns.DISLIKE, _flag_of(name, disliked), "by its values")
         doubt = (
             f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
             "something else, remove it from prepare.yaml and choose label EveryEvent"
@@ -438,24 +452,30 @@ class _Recognizer:
         """The first behavior, by the order of names, whose flag has both values: its column, and other events."""
         both = [name for name, column in self.behaviors.items() if self.facts[name_of(column)].distinct > 1]
         if both:
-            first = min(both, key=list(column_facts.BEHAVIORS).index)
+            first = min(both, key=list(event_kinds.BEHAVIORS).index)
             others = [name_of(self.behaviors[name]) for name in both if name != first]
             instead = f" (or pass --columns.label NAME for {_any_of(others)})" if others else ""
-            article = "an" if first[0] in "aeiou" else "a"
-            yield self.behaviors[first], f"events without {article} {first}{instead}"
+            yield self.behaviors[first], f"events without it{instead}"
 
-    def _other_labels(self) -> Iterator[tuple[FlagColumn, str]]:
-        """Flags of skips, and kinds of events of which some are mere offers, and the other events."""
+    def _skips_as_labels(self) -> Iterator[tuple[FlagColumn, str]]:
+        """Flags of skips, and the other events."""
         for name, facts in self.facts.items():
-            if not self._is_free(name) or facts.distinct < 2:
-                continue
-            if facts.kind == "flag" and plain_name(name) in column_facts.SKIPS:
-                yield FlagColumn(name, column_facts.UNSKIPPED), "events with it"
-            offered = column_facts.offers(facts.texts) if plain_name(name) in column_facts.EVENT_KINDS else ()
+            is_free = self._is_free(name) and facts.distinct > 1
+            if is_free and facts.kind == "flag" and plain_name(name) in event_kinds.SKIPS:
+                yield FlagColumn(name, event_kinds.UNSKIPPED), "events with it"
+
+    def _kinds_as_labels(self) -> Iterator[tuple[FlagColumn, str]]:
+        """Kinds of events of which some are mere offers, and these."""
+        for name, facts in self.facts.items():
+            offered = event_kinds.offers(facts.texts) if self._is_free(name) and self._are_kinds(name) else ()
             if offered and len(offered) < len(facts.texts):
-                grades = column_facts.outcome_grades(facts.texts)
+                grades = event_kinds.outcome_grades(facts.texts)
                 kinds = FlagColumn(name, grades) if min(grades.values()) < 1.0 else _flag_of(name, tuple(grades))
                 yield kinds, f"events of {_or(offered)}"
+
+    def _are_kinds(self, name: str) -> bool:
+        """Whether a column says what kind of event a row is, by its name or by its texts."""
+        return plain_name(name) in event_kinds.EVENT_KINDS or event_kinds.are_kinds(self.facts[name].texts)
 
     def _other_readings(self, rest: Sequence[ColumnFacts]) -> list[str]:
         """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""
@@ -483,7 +503,7 @@ class _Recognizer:
             f"from it (behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no "
             "feedback"
             for one in rest
-            if plain_name(one.name) in column_facts.EVENT_KINDS and (one.kind == "text" or _has_codes(one))
+            if plain_name(one.name) in event_kinds.EVENT_KINDS and (one.kind == "text" or _has_codes(one))
         ]
         return doubts + [
             f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"

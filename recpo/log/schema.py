@@ -224,6 +224,10 @@ def history_schema(
     )
 
 
+#: In ``FlagColumn.equals``: every value means true, and a missing one false, as in a column ``clicked_at`` of times.
+ANY: Final = "*"
+
+
 @dataclass(frozen=True)
 class FlagColumn:
     """A flag that is read from a column of values: true where the value is one of ``equals``, null where it is missing.
@@ -234,7 +238,8 @@ class FlagColumn:
 
     Args:
         column: column of the log; strings, numbers or booleans.
-        equals: the value, or values, that mean true; of a label also values with their grades in (0, 1].
+        equals: the value, or values, that mean true; of a label also values with their grades in (0, 1]. ``"*"`` = any
+            value, and no value means false: the time at which something happened, if it did.
     """
 
     column: str

@@ -71,6 +71,10 @@ class Label(ABC):
         validate_ranges(self)
         validate_range(self.base > 1, "base", "of the duration buckets must be greater than 1", self.base)
 
+    def bucket(self, events: ir.Table) -> ir.IntegerColumn:
+        """The duration bucket of events; null if the duration is unknown."""
+        return bucket(events, self.base)
+
     @abstractmethod
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """Adds ``label``: float64 in [0, 1], null = unknown.
@@ -117,6 +121,9 @@ class WatchQuantiles(Label):
     bucket: the watch times as they would be at one duration. 1 compares watched shares. ``recpo init`` estimates the
     exponent from the log (``estimated_duration_exponent``).
 
+    Sessions, live streams and pages have no duration. With ``by_duration=False`` the ranks are those among all watch
+    times of the user.
+
     Args:
         base: base of the duration buckets.
         min_history: minimum number of watch times for a quantile.
@@ -124,6 +131,7 @@ class WatchQuantiles(Label):
         smoothing: how many watch times of everybody stand beside the user's own; 0 = none, as in the paper.
         duration_exponent: exponent with which watch times grow with the duration inside a bucket; 0 = the watch times
             themselves are compared, as in the paper.
+        by_duration: compare the watch times on items of similar duration; false = all watch times.
     """
 
     base: float = DEFAULT_DURATION_BASE
@@ -131,13 +139,29 @@ class WatchQuantiles(Label):
     ties: Ties = "mid"
     smoothing: NonNegativeFloat = 0.0
     duration_exponent: ClosedUnitInterval = 0.0
+    by_duration: bool = True
 
-    needs: ClassVar[tuple[str, ...]] = (LogColumns.WATCH_TIME, LogColumns.DURATION)
     reads_events_once: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rule = "must be 0 where durations are not read (by_duration false)"
+        validate_range(
+            self.by_duration or not self.duration_exponent, "duration_exponent", rule, self.duration_exponent
+        )
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Watch times, and durations unless all watch times are compared."""
+        return (LogColumns.WATCH_TIME, *[LogColumns.DURATION] * self.by_duration)
+
+    def bucket(self, events: ir.Table) -> ir.IntegerColumn:
+        """The duration bucket, or one bucket of all events."""
+        return super().bucket(events) if self.by_duration else ibis.literal(UNKNOWN_BUCKET, "int32")
 
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """The user's rank, smoothed; or the rank of ``counts`` if the user has too few watch times; or null."""
-        keyed = events.mutate(**{"bucket": bucket(events, self.base), _COMPARED: compared_ms(events, self)})
+        keyed = events.mutate(**{"bucket": self.bucket(events), _COMPARED: compared_ms(events, self)})
         share_of_all = _share(counts.at_most, counts["count"], counts.total, self.ties)
         table = counts.select(
             "bucket", **{_COMPARED: counts[Derived.WATCH_MS]}, share_of_all=share_of_all, total_of_all=counts.total
@@ -251,7 +275,7 @@ class WatchTimeGain(Label):
 
     def add(self, events: ir.Table, counts: ir.Table) -> ir.Table:
         """Moments are sums of integers, so they do not depend on the order of summation."""
-        keyed = events.mutate(bucket=bucket(events, self.base))
+        keyed = events.mutate(bucket=self.bucket(events))
         fitted = keyed.filter(_is_fitted(keyed) == 1, keyed.bucket.notnull())
         exact = fitted[Derived.WATCH_MS].cast("decimal(38, 0)")
         sums = fitted.group_by("bucket").aggregate(n=fitted.count(), one=exact.sum(), two=(exact * exact).sum())
@@ -428,7 +452,7 @@ def _with_label(events: ir.Table, computed: ir.Table, label: ir.FloatingColumn) 
 
 def bucket_counts(events: ir.Table, label: Label, kept: ir.Table | None = None) -> ir.Table:
     """The ``watch_counts`` of duration buckets, of ``compared_ms``: of the quantiles of all users, and of labels."""
-    keyed = events.mutate(**{"bucket": bucket(events, label.base), Derived.WATCH_MS: compared_ms(events, label)})
+    keyed = events.mutate(**{"bucket": label.bucket(events), Derived.WATCH_MS: compared_ms(events, label)})
     return watch_counts(keyed, ["bucket"], kept=kept)
 
 

@@ -12,6 +12,7 @@ import ibis
 import ibis.expr.types as ir
 
 from recpo.base.features import Feature, Number
+from recpo.base.feedback import UNKNOWN_BUCKET
 from recpo.log.csv_files import row_in_file
 from recpo.log.engine import Engine
 from recpo.log.events import absent, length_ms, number, timestamp_ms
@@ -281,7 +282,7 @@ def unit_warnings(quantiles: Mapping[int, Sequence[float]], base: float) -> list
         quantiles: of the watch times, in seconds, by bucket.
         base: of the buckets.
     """
-    medians = {bucket: times[len(times) // 2] for bucket, times in quantiles.items()}
+    medians = {bucket: times[len(times) // 2] for bucket, times in quantiles.items() if bucket != UNKNOWN_BUCKET}
     ratios = [watched / base**bucket for bucket, watched in medians.items() if watched > 0]
     if not ratios or _LEAST_RATIO <= (ratio := median(ratios)) <= _MOST_RATIO:
         return []

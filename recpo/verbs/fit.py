@@ -158,6 +158,8 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
         with self._directory(root):
             road = Road(root, self)
             understood, truth, again = self._prepare(road)
+            for text in understood:
+                road.say(text)
             self._compare(road, twice=again is not None)
             choice = choose(road.measured, road.criterion, road.k)
             road.say(choice.reason)

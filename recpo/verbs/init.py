@@ -95,12 +95,10 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
     label: Any = getattr(shaping, found.label.class_name)
     columns, log = found.columns, _log_of(found)
     chosen: dict[str, Any] = {"log": log, "preset": found.preset, "csv": found.sample.form}
-    if found.label.column is not None:
-        columns = replace(columns, label=found.label.column)
-    if found.item_columns.duration is not None:
+    if found.table_columns.duration is not None:
         columns = replace(columns, duration=None, duration_unit=None)
-    if found.item_columns != FeatureColumns():
-        chosen |= {"items": found.tables["item"], "features": found.item_columns}
+    if found.table_columns != FeatureColumns():
+        chosen |= {f"{side}s": file for side, file in found.tables.items()} | {"features": found.table_columns}
     if found.behaviors and found.preset == "plain":
         chosen["behaviors"] = dict(found.behaviors)
     if found.outcome_rows:
@@ -164,8 +162,8 @@ def _prepare_text(found: Inspection, out: Path) -> str:
             name: value for name, value in vars(options["features"]).items() if value != getattr(FeatureColumns(), name)
         }
         lines += ["features:", *(f"  {name}: {_yaml(value)}" for name, value in said.items())]
-    if unread := [name for name in found.unused if name != found.label.column]:
-        lines.append(f"\n# Columns that are not read: {_comment(', '.join(unread))}")
+    if found.unused:
+        lines.append(f"\n# Columns that are not read: {_comment(', '.join(found.unused))}")
     return "\n".join(lines) + "\n"
 
 
@@ -187,8 +185,6 @@ def _log_of(found: Inspection) -> str | list[str]:
 def _column_lines(found: Inspection, columns: Columns) -> list[str]:
     """A line for every column and unit, with its evidence. Settings of the preset are not repeated."""
     evidence = {one.role: one.evidence for one in found.findings}
-    if found.label.column is not None:
-        evidence[LogColumns.LABEL] = found.label.why
     entries = {name: value for name, value in vars(columns).items() if value is not None}
     own = {name: value for name, value in entries.items() if getattr(PRESETS[found.preset], name) != value}
     kept = entries if found.preset == "plain" else own or entries

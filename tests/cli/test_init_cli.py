@@ -416,7 +416,7 @@ def test_durations_and_the_times_of_items_are_read_from_their_table(suffix, tmp_
         table.to_csv(file, index=False) if suffix == "csv" else table.to_parquet(file)
     found = recpo.init(tmp_path, tmp_path / "configs")
     assert found.label.class_name == "WatchQuantiles"
-    assert vars(found.item_columns) == vars(
+    assert vars(found.table_columns) == vars(
         FeatureColumns(duration="track_length", available_from="published_on", available_until="expires_at")
     )
     assert sum("`removed_at` is not read" in doubt or "`sold_at` is not read" in doubt for doubt in found.doubts) == 2

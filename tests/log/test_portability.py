@@ -7,6 +7,8 @@ from ibis.config import Config
 from recpo.base.feedback import FeedbackRule
 from recpo.log.events import (
     add_positions,
+    availability,
+    exposures,
     item_indices,
     item_table,
     outcomes,
@@ -105,7 +107,9 @@ def test_the_pipeline_compiles_for_spark():
     assert compiles(counts, quantiles, cutoff_table(fitted), watch_ties(fitted), *labels)
     shaped = unbound(EveryEvent().add(placed, counts), "shaped")
     assert compiles(
-        item_table(items, shaped, FeedbackRule()),
+        item_table(items, shaped, FeedbackRule(), None),
+        availability(items, shaped, None, 3.0),
+        exposures(shaped),
         as_histories(recent_events(shaped, items, users, 9)),
         period_rows(shaped, 2, 9, True),
     )

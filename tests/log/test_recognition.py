@@ -3,8 +3,9 @@
 import pyarrow as pa
 import pytest
 
-from recpo.log.column_facts import behavior_of, column_facts, length_units, rank_as, unit_of_name
+from recpo.log.column_facts import column_facts, length_units, rank_as, unit_of_name
 from recpo.log.csv_files import CsvFormat, text_format
+from recpo.log.event_kinds import behavior_of
 from recpo.log.recognition import recognize
 from recpo.log.schema import Columns, FlagColumn
 
@@ -62,10 +63,10 @@ def test_names_in_every_spelling(role, names):
     ("names", "item"),
     [
         (["username", "spotify_track_uri", "ms_played"], "spotify_track_uri"),
-        (["user_id", "wine_id", "category_id"], "wine_id"),
-        (["user_id", "wine_id", "beer_id"], None),
+        (["user_id", "widget_id", "category_id"], "widget_id"),
+        (["user_id", "widget_id", "gadget_id"], None),
         (["user_id", "session_id", "category_id"], None),
-        (["user_id", "anime_id", "wine_id"], "anime_id"),
+        (["user_id", "anime_id", "widget_id"], "anime_id"),
         (["user_id", "auction_id", "banner"], "banner"),
         (["user_id", "auction_id", "leaflet"], None),
         (["learner", "lesson_slug"], "lesson_slug"),
@@ -84,7 +85,7 @@ def test_the_only_id_of_something_is_the_item(names, item):
         (["human", "item_id", "ward"], [], (None, "item_id")),
         (["human", "item_id", "ward"], ["human", "ward"], (None, "item_id")),  # which of the two is not told
         (["human", "item_id", "category_id"], ["category_id"], (None, "item_id")),
-        (["user_id", "leaflet", "wine_id"], ["leaflet"], ("user_id", "leaflet")),
+        (["user_id", "leaflet", "widget_id"], ["leaflet"], ("user_id", "leaflet")),
     ],
 )
 def test_a_column_with_a_table_of_its_own_is_what_no_name_says(names, keys, found):

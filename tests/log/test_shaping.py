@@ -326,7 +326,8 @@ def test_defaults_of_labels_and_what_they_need():
     for label in (WatchQuantiles(base=3.0), WatchTimeGain(base=3.0)):
         assert label.base == 3.0
     assert WatchRatio().base == D2Q().base == 2.0
-    assert WatchQuantiles.needs == WatchTimeGain.needs == D2Q.needs == WatchRatio.needs == ("watch_time", "duration")
+    assert WatchQuantiles(by_duration=False).needs == ("watch_time",)
+    assert WatchQuantiles().needs == WatchTimeGain.needs == D2Q.needs == WatchRatio.needs == ("watch_time", "duration")
     assert BinaryColumn.needs == NumericColumn.needs == ("label",)
     assert EveryEvent.needs == ()
 
