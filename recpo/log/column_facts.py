@@ -18,6 +18,7 @@ Kind = Literal["whole", "number", "flag", "text", "time", "other"]
 #: clock times of a log lie in these years
 _FIRST_MS: Final = datetime(1995, 1, 1, tzinfo=UTC).timestamp() * 1000
 _LAST_MS: Final = datetime(2040, 1, 1, tzinfo=UTC).timestamp() * 1000
+MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
 _EXAMPLES: Final = 3
 _FEW: Final = 20
 _MOST_SECONDS: Final = {"watch_time": (0.5, 7_200.0, 28_800.0), "duration": (1.0, 14_400.0, 86_400.0)}
@@ -41,6 +42,7 @@ class ColumnFacts:
         dated: share of text values that begin with a date.
         examples: the first values, as text.
         texts: the distinct texts, sorted, if there are at most 20.
+        positive: number of numbers above 0.
     """
 
     name: str
@@ -56,6 +58,7 @@ class ColumnFacts:
     dated: float = 0.0
     examples: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
+    positive: int = 0
 
     @property
     def is_number(self) -> bool:
@@ -69,6 +72,16 @@ class ColumnFacts:
             return []
         factors = {unit: MILLISECONDS_PER_UNIT[unit] for unit in ("s", "ms", "us", "ns")}
         return [unit for unit, one in factors.items() if self.least * one >= _FIRST_MS and self.most * one < _LAST_MS]
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether there are few whole numbers, which may be codes for kinds of events."""
+        return self.kind == "whole" and self.few is not None
+
+    @property
+    def is_clock(self) -> bool:
+        """Whether the values are times."""
+        return self.kind == "time" or self.dated >= MOSTLY or (self.distinct > 1 and len(self.clock_units) == 1)
 
     @property
     def evidence(self) -> str:
@@ -133,6 +146,7 @@ def _number_facts(name: str, numbers: np.ndarray) -> ColumnFacts:
         most=float(known.max()),
         few=few,
         examples=tuple(_short(value) for value in known[:_EXAMPLES]),
+        positive=len(positive),
     )
 
 
@@ -285,6 +299,12 @@ _NO_ITEMS: Final = frozenset(
 #: Words of ratings that are not the user's.
 _OF_OTHERS: Final = frozenset({"avg", "average", "mean", "median", "content", "age", "predicted", "imdb", "critic"})
 
+#: Names of labels that are the model's as often: they count where nothing says what users did.
+MODEL_SCORES: Final = ("score", "relevance", "target", "weight")
+
+#: Words of the time of an event, where another column says when it ended or was received.
+BEGINS: Final = frozenset({"start", "started", "begin", "began", "sent", "event", "created", "shown", "occurred"})
+
 #: What users do for a while; with a unit of time after it, or "time" or "duration", it is the watch time.
 _USES: Final = (
     *("watch", "watched", "play", "played", "listen", "listened", "stream", "streamed", "view", "viewed", "read"),
@@ -294,7 +314,8 @@ _USES: Final = (
 #: Names of each standard column, the most reliable first; compared without case, separators, units and RecBole's types.
 NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.USER_ID: (
-        *("userid", "uid", "user", "username", "useridx", "userindex"),
+        *("userid", "uid", "user", "username", "useridx", "userindex", "userpseudoid", "distinctid", "anonymousid"),
+        *("domainuserid", "fullvisitorid", "cookieid", "email"),
         *(f"{name}{end}" for end in ("id", "") for name in _PEOPLE),
         *("householdkey", "householdid", "deviceid", "sessionid", "session"),
     ),
@@ -463,6 +484,8 @@ def rank_as(column: str, name: str) -> int | None:
     if column in (LogColumns.ITEM_ID, LogColumns.USER_ID) and len(said) > 1 and said[-1] in _IDS:
         variants.append("".join(said[:-1]) + "id")  # member_no, gameCode
     found = next((names.index(one) for one in variants if one in names), None)
+    if column == LogColumns.LABEL and unit_of_name(name) is not None:
+        return None  # response_seconds
     if found is not None or column != LogColumns.LABEL or _OF_OTHERS & set(words(name)):
         return found
     return len(names) if words(name)[-1:] in (["rating"], ["stars"]) else None  # Book-Rating

@@ -31,6 +31,10 @@ BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "cook": ("cook", "cooked"),
 }
 
+#: What users come for; a label of it is worth more than one of clicks, if there are enough.
+CONVERSIONS: Final = ("purchase", "book", "apply", "enroll", "contact", "accept", "download")
+ENOUGH_CONVERSIONS: Final = 1_000
+
 #: Columns that state the kind of event of a row.
 EVENT_KINDS: Final = (
     *(
@@ -51,7 +55,7 @@ EVENT_KINDS: Final = (
 #: Kinds of events that only say what was offered; compared without case, spaces and separators.
 _OFFERS: Final = frozenset(
     {"impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed", "sent", "delivered"}
-    | {"served", "received", "offered", "offer"}
+    | {"served", "received", "offered", "offer", "seen"}
 )
 #: Kinds of events that say that an offer was not taken.
 _DECLINES: Final = frozenset(

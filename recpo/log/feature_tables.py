@@ -43,6 +43,7 @@ class FeatureTable:
         features: its features, including the widths of vectors.
         inferred: whether the features were inferred from the types of its columns.
         left_alone: its unused columns.
+        facts: option of ``ITEM_FACTS`` -> column, for those that it has.
     """
 
     side: TableSide
@@ -50,16 +51,16 @@ class FeatureTable:
     features: tuple[Feature, ...]
     inferred: bool
     left_alone: tuple[str, ...]
+    facts: Mapping[str, str]
 
     @property
     def times(self) -> list[str]:
         """Which times of availability it has."""
-        return [name for name in AVAILABILITY if name in self.log.columns]
+        return [name for name in AVAILABILITY if name in self.facts]
 
     def rows(self, engine: Engine) -> ir.Table:
-        """The plain rows: ``id``, ``f0`` and so on, those of ``ITEM_FACTS`` that exist, file and row number."""
-        facts = [name for name in ITEM_FACTS if name in self.log.columns]
-        columns = [ID, *(f"f{place}" for place in range(len(self.features))), *facts]
+        """The plain rows: ``id``, ``f0`` and so on, the ``facts``, file and row number."""
+        columns = [ID, *(f"f{place}" for place in range(len(self.features))), *self.facts]
         read = engine.read_parquet([file.path for file in self.log.files], columns)
         return read.select(*columns, Engine.FILE, Engine.ROW)
 
@@ -79,6 +80,7 @@ class FeatureTable:
         return {
             "files": sorted(file.shown for file in self.log.files),
             "columns": self.log.columns,
+            "facts": dict(self.facts),
             "inferred": self.inferred,
             "left_alone": list(self.left_alone),
             "counts": dict(counts),
@@ -131,10 +133,10 @@ def open_table(
     features, found = _with_widths(features, files)
     faults += found
     plain, found = _write_plain(files, side, keys, features, work)
-    used = keys | {feature.name: feature.source for feature in features}
+    used = {feature.name: feature.source for feature in features} | keys
     unused = tuple(dict.fromkeys(name for name in names if name not in used.values()))
     log = Log(tuple(plain), 0, used, {}, what=f"table of {side}s")
-    return FeatureTable(side, log, features, declared is None, unused), faults + found
+    return FeatureTable(side, log, features, declared is None, unused, facts), faults + found
 
 
 def _names(paths: Sequence[Place]) -> list[str]:

@@ -41,6 +41,7 @@ _LAST_DAY: Final = 47_482.0  # 2100-01-01
 _OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not available by a column of their table
 _MOSTLY_KNOWN: Final = 0.9  # of the ids of a log, at least, are in the table of them
 _NAMES_SHOWN: Final = 8
+_HELD_OUT_DAYS: Final = 0.2  # of the events are held out, at most, where the periods are days, but for two days
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
@@ -175,7 +176,9 @@ class Inspection(Recognition):
             return self._last_out(
                 f"ratings over {days:,.0f} days: few users return after months; TemporalSplit where yours do"
             )
-        each = max(1, min(14, round(days / 15)))
+        each, by_day = max(1, min(14, round(days / 15))), np.cumsum(self.counts.by_day)
+        while each > 1 and len(by_day) > 2 * each and by_day[2 * each - 1] > _HELD_OUT_DAYS * by_day[-1]:
+            each -= 1  # a log that grows has most of its events at its end
         options, begin = {"valid_days": each, "test_days": each}, f"the log has {days:,.0f} days"
         timezone = None if time is None else _timezone(self.sample.table[time])
         if timezone is None:
@@ -225,7 +228,7 @@ def inspect_log(
         RecpoError: a file cannot be read, or the log has no row.
     """
     named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
-    samples = sample_tables(list(named), csv)
+    samples = [_with_texts_as_ids(one) for one in sample_tables(list(named), csv)]
     facts = [{name: column_facts(name, one.table[name]) for name in one.table.column_names} for one in samples]
     found = [
         recognize(known.values(), columns, one.table, _keys(one, samples))
@@ -260,6 +263,17 @@ def inspect_log(
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
     about["table_columns"] = FeatureColumns(**table_columns)
     return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
+
+
+def _with_texts_as_ids(sample: TableSample) -> TableSample:
+    """Ids of text files that look like fractions, such as ``1000213.1767``, as texts, as prepare reads them."""
+    table = sample.table
+    for place, name in enumerate(table.column_names if sample.form.delimiter else ()):
+        named = any(rank_as(role, name) is not None for role in (LogColumns.USER_ID, LogColumns.ITEM_ID))
+        values = table[name].drop_null()
+        if named and pa.types.is_floating(values.type) and not pc.all(pc.equal(values, pc.floor(values))).as_py():
+            table = table.set_column(place, name, table[name].cast(pa.string()))
+    return replace(sample, table=table)
 
 
 def _keys(log: TableSample, samples: Sequence[TableSample]) -> set[str]:

@@ -451,7 +451,7 @@ class PrepareRun:
     @property
     def _of_items(self) -> Collection[str]:
         """Columns of the item table that are read, by their options."""
-        return self.tables["item"].log.columns if "item" in self.tables else ()
+        return self.tables["item"].facts if "item" in self.tables else ()
 
     @property
     def _said(self) -> list[str]:

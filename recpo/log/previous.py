@@ -111,7 +111,7 @@ def _kept_features(data: Prepared) -> FeatureColumns:
         context=_declared(schema.context),
         item_id=columns["item"].get(ID),
         user_id=columns["user"].get(ID),
-        **{name: columns["item"].get(name) for name in feature_columns.ITEM_FACTS},
+        **(tables["item"]["facts"] if "item" in tables else {}),
         **{name: given[name] for name in ("available_unit", "duration_unit")},
     )
 

@@ -25,7 +25,6 @@ _UNIT_OPTION: Final = {
 }
 #: plausible range of the median watch time, in multiples of the median duration
 _RATIO: Final = (0.02, 3.0)
-_MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
 _WITHOUT_TIME: Final = (
     "; a column that orders the events of a user has --columns.time_unit order; for a log without times, pass "
     "--columns.time_unit none"
@@ -153,7 +152,7 @@ class _Recognizer:
         opinion_doubts = self._add_opinions()
         missing = [role for role in self.given.required if role not in self.columns]
         if LogColumns.TIMESTAMP in missing and not any(
-            rank_as(LogColumns.TIMESTAMP, name) is not None for name in self.facts
+            rank_as(LogColumns.TIMESTAMP, name) is not None or one.is_clock for name, one in self.facts.items()
         ):
             self.doubts.append(_NO_TIME)
             missing.remove(LogColumns.TIMESTAMP)
@@ -209,6 +208,8 @@ class _Recognizer:
                 self._set(role, column, f"preset {self.preset}")
         for role in (*self.given.required, *LogColumns.OPTIONAL):
             suiting = [name for name, one in self.facts.items() if self._is_free(name) and _suits(one, role)]
+            if role == LogColumns.LABEL:
+                suiting = [name for name in suiting if self.facts[name].distinct > 1]
             ranked = [(rank, name) for name in suiting if (rank := rank_as(role, name)) is not None]
             if role not in self.columns and ranked:
                 self._set(role, min(ranked)[1], "by its name")
@@ -217,11 +218,12 @@ class _Recognizer:
     def _find_alone(self) -> None:
         """A time by its values, users and items by their tables or the ends of names, where one column is left."""
         if LogColumns.TIMESTAMP not in self.columns and LogColumns.TIMESTAMP in self.given.required:
-            clocks = [name for name, one in self.facts.items() if self._is_free(name) and _is_clock(one)]
+            clocks = [name for name, one in self.facts.items() if self._is_free(name) and one.is_clock]
             if len(clocks) > 1:  # others are when something followed, if it did
                 clocks = [name for name in clocks if not self.facts[name].nulls]
-            if len(clocks) == 1:
-                self._set(LogColumns.TIMESTAMP, clocks[0], "by its values")
+            begins = [name for name in clocks if column_facts.BEGINS & set(column_facts.words(name))]
+            if len(clocks) == 1 or len(begins) == 1:
+                self._set(LogColumns.TIMESTAMP, (begins or clocks)[0], "by its values")
         for role in (LogColumns.ITEM_ID, LogColumns.USER_ID):
             self._find_id(role)
 
@@ -230,7 +232,7 @@ class _Recognizer:
         if role in self.columns:
             return
         free = [name for name, one in self.facts.items() if self._is_free(name) and one.kind in ("whole", "text")]
-        free = [name for name in free if column_facts.may_be_id(name)]
+        free = [name for name in free if column_facts.may_be_id(name) and self.facts[name].distinct > 1]
         keyed = [name for name in free if name in self.keys]
         ids = [name for name in free if column_facts.is_id_of_something(name)]
         alone = [name for name in free if column_facts.may_be_item(name)]
@@ -397,7 +399,7 @@ class _Recognizer:
         """Adds the behaviors that flags state."""
         known = {column: name for name, column in PRESET_BEHAVIORS[self.preset].items()}
         for name, facts in self.facts.items():
-            happened = bool(facts.nulls) and _is_clock(facts)
+            happened = bool(facts.nulls) and facts.is_clock
             behavior = known.get(name) or event_kinds.behavior_of(name, at=happened)
             if not self._is_free(name) or behavior is None or behavior in self.behaviors:
                 continue
@@ -419,14 +421,14 @@ class _Recognizer:
         Returns:
             What to check.
         """
-        sparse = self._rarely_rated()
-        if LogColumns.WATCH_TIME in self.columns or (LogColumns.LABEL in self.columns and sparse is None):
+        sparse, score = self._rarely_rated(), self._model_score()
+        if LogColumns.WATCH_TIME in self.columns or (LogColumns.LABEL in self.columns and not (sparse or score)):
             return []
         found = next(chain(self._kinds_as_labels(), self._behaviors_as_labels(), self._skips_as_labels()), None)
         if found is None:
             return []
         label, unwanted = found
-        if sparse is not None and (isinstance(label, FlagColumn) or self.facts[label].nulls):
+        if sparse and not score and (isinstance(label, FlagColumn) or self.facts[label].nulls):
             return []
         name = name_of(label)
         self.behaviors = {one: column for one, column in self.behaviors.items() if name_of(column) != name}
@@ -438,6 +440,8 @@ class _Recognizer:
             f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
             "something else, remove it from prepare.yaml and choose label EveryEvent"
         )
+        if score is not None:
+            return [f"`{score}` is read as what a model said (pass --columns.label {score} if people did)", doubt]
         if sparse is None:
             return [doubt]
         return [f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)", doubt]
@@ -448,14 +452,26 @@ class _Recognizer:
         is_found = name is not None and self.how[LogColumns.LABEL] == "by its name"
         return name if is_found and 2 * self.facts[str(name)].nulls > self.facts[str(name)].rows else None
 
+    def _model_score(self) -> str | None:
+        """The column of the label, if it was found by a name that models' scores have too; None = it is another one."""
+        name = self._name(LogColumns.LABEL)
+        is_found = name is not None and self.how[LogColumns.LABEL] == "by its name"
+        return name if is_found and plain_name(str(name)) in column_facts.MODEL_SCORES else None
+
     def _behaviors_as_labels(self) -> Iterator[tuple[str | FlagColumn, str]]:
-        """The first behavior, by the order of names, whose flag has both values: its column, and other events."""
+        """The behavior whose flag has both values, often enough if it is a conversion: its column, and other events."""
         both = [name for name, column in self.behaviors.items() if self.facts[name_of(column)].distinct > 1]
         if both:
-            first = min(both, key=list(event_kinds.BEHAVIORS).index)
+            enough = [name for name in both if self._converted(name) >= event_kinds.ENOUGH_CONVERSIONS]
+            first = min(enough or both, key=list(event_kinds.BEHAVIORS).index)
             others = [name_of(self.behaviors[name]) for name in both if name != first]
             instead = f" (or pass --columns.label NAME for {_any_of(others)})" if others else ""
             yield self.behaviors[first], f"events without it{instead}"
+
+    def _converted(self, behavior: str) -> int:
+        """Number of events with a behavior that users come for; 0 of another one."""
+        facts = self.facts[name_of(self.behaviors[behavior])]
+        return (facts.positive if facts.is_number else facts.rows - facts.nulls) * (behavior in event_kinds.CONVERSIONS)
 
     def _skips_as_labels(self) -> Iterator[tuple[FlagColumn, str]]:
         """Flags of skips, and the other events."""
@@ -503,7 +519,7 @@ class _Recognizer:
             f"from it (behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no "
             "feedback"
             for one in rest
-            if plain_name(one.name) in event_kinds.EVENT_KINDS and (one.kind == "text" or _has_codes(one))
+            if plain_name(one.name) in event_kinds.EVENT_KINDS and (one.kind == "text" or one.has_codes)
         ]
         return doubts + [
             f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"
@@ -559,7 +575,7 @@ def _suits(facts: ColumnFacts, role: str) -> bool:
     if role in LogColumns.IDS:
         return facts.kind in ("whole", "text", "flag")
     if role == LogColumns.TIMESTAMP:
-        return facts.kind in ("whole", "number", "time") or facts.dated >= _MOSTLY
+        return facts.kind in ("whole", "number", "time") or facts.dated >= column_facts.MOSTLY
     if role in LogColumns.FLAGS:
         return facts.kind == "flag" or (facts.kind == "text" and bool(true_texts(facts.texts)))
     if role == LogColumns.PROPENSITY:
@@ -567,15 +583,6 @@ def _suits(facts: ColumnFacts, role: str) -> bool:
     if role in (LogColumns.WATCH_TIME, LogColumns.DURATION):
         return facts.kind in ("whole", "number") and (facts.most or 0.0) > 0
     return facts.is_number
-
-
-def _has_codes(facts: ColumnFacts) -> bool:
-    """Whether a column has few whole numbers, which may be codes for kinds of events."""
-    return facts.kind == "whole" and facts.few is not None
-
-
-def _is_clock(facts: ColumnFacts) -> bool:
-    return facts.kind == "time" or facts.dated >= _MOSTLY or (facts.distinct > 1 and len(facts.clock_units) == 1)
 
 
 def _clock_of(value: float | None) -> bool:

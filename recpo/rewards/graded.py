@@ -41,7 +41,7 @@ from recpo.log.prepared import Period, Prepared, run_change
 from recpo.rewards.factors import Factors
 
 # options of priors that features of items or users join
-SIDE_OPTIONS: Final = ("item_features", "user_features", "user_factors")
+SIDE_OPTIONS: Final = ("item_features", "item_factors", "user_features", "user_factors")
 # events in one chunk of users; a user is never split
 CHUNK_EVENTS: Final = 1 << 16
 # a period of at most so many events, some 20 MB, stays in memory between the sweeps; else each sweep reads the shards
@@ -73,6 +73,10 @@ class FactorOptions:
     """features of the users give every user a prior mean, beside the history: true or false; null = where the prepared
     data have features of users, they are tried with the best of the other priors; with als, and for a held-out period,
     false. Only for variational"""
+    item_factors: bool | None = None
+    """the factors of an item are the features of the items themselves, at most 32 components, and none are learned:
+    true or false; null = where the prepared data have features of items, that is tried, too; with als, and for a
+    held-out period, false. Only for variational"""
     user_factors: bool | None = None
     """the factors of a user are the features of the users themselves, at most 32 components, and none are learned: true
     or false; null = where the prepared data have features of users, that is tried, too; with als, and for a held-out
@@ -118,6 +122,13 @@ class FactorOptions:
                     field=name,
                     code="conflicting_options",
                 )
+        if self.user_factors and self.item_factors:
+            raise RecpoError(
+                "user_factors and item_factors are both true: one side is a regression on the factors of the other, so "
+                "set one of them to null",
+                field="item_factors",
+                code="conflicting_options",
+            )
         if self.lower_bound and not self.uncertainty:
             raise RecpoError(
                 f"lower_bound {self.lower_bound:g} needs uncertainty: true; set one of the two",
@@ -156,7 +167,7 @@ class FactorOptions:
     @property
     def grid(self) -> list[tuple[int, float | None]]:
         """The pairs of rank and ridge to try; None = the ridge is learned."""
-        if self.user_factors:
+        if self.user_factors or self.item_factors:
             return [(0, None)]
         if self.method == "variational":
             return [(rank, None) for rank in self.ranks or ((8, 16, 0) if self.period == "train" else (8,))]
@@ -170,10 +181,21 @@ class FactorOptions:
         Args:
             has_features: there are features of items.
         """
+        if self.item_factors:
+            return [(0, True)]
         joined: Sequence[bool] = (False, True) if has_features and self._tries_priors else (False,)
         if self.item_features is not None:
             joined = (self.item_features,)
         return list(product(self.consumption or ((0, 16) if self._tries_priors else (0,)), joined))
+
+    def tries_items(self, has_features: bool) -> bool:
+        """Whether the features of the items are tried as their factors.
+
+        Args:
+            has_features: there are features of items.
+        """
+        is_open = self.item_factors is None and self.item_features is not False and not self.user_factors
+        return is_open and has_features and self._tries_priors
 
     def tries_users(self, has_features: bool) -> bool:
         """Whether the features of the users are tried beside a prior without them.

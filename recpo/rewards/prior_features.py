@@ -108,6 +108,13 @@ class PriorFeatures(NamedTuple):
         items, history = (np.concatenate(columns, 1) for columns in zip(self[:2], table[:2], strict=True))
         return PriorFeatures(items, history, table.table, self.users, table.history_scale)
 
+    def largest(self, count: int) -> PriorFeatures:
+        """Of features of the item table alone, the ``count`` largest components; fewer where there are no more."""
+        if self.table is None:
+            return self
+        table = self.table._replace(axes=self.table.axes[:, :count], center=self.table.center[:count])
+        return self._replace(items=self.items[:, :count], history=self.history[:, :count], table=table)
+
     @property
     def num_user_columns(self) -> int:
         """Number of features of a user."""

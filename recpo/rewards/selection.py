@@ -14,6 +14,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Reads, Side
 from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import HeldOutBatches, Rank
+from recpo.log.feature_columns import TableSide
 from recpo.log.prepared import Prepared
 from recpo.rewards import graded, prior_features, variational
 from recpo.rewards.factors import Factors, plain
@@ -21,7 +22,7 @@ from recpo.rewards.graded import SIDE_OPTIONS, FactorOptions, chunks, mean_grade
 from recpo.rewards.prior_features import CONSUMPTION_PASSES, TABLE_PASSES, PriorFeatures, UserTable
 
 _USERS_PER_BATCH: Final = 256
-# components of the user table that are factors, at most; of large catalogs fewer: so many numbers are the covariances
+# components of a table that are factors, at most; of large catalogs fewer: so many numbers are the covariances
 _MOST_FACTORS: Final = 32
 _MOST_NUMBERS: Final = 1 << 26
 #: maximum number of validation users, evenly spaced; enough to distinguish squared errors
@@ -39,9 +40,10 @@ def fit_factors(
     Among several ranks and ridges, it selects the one with the smallest squared error on the validation events. Users
     are folded in from the history before the period (``Factors.fold_in``), as in serving. The first rank is fitted with
     every prior (``FactorOptions.priors``), then with the best one and the features of the users, and the other ranks
-    with the best one of all. Then the features of the users are tried as their factors. If the factors of the best
-    model say little, the first rank is fitted once more with a prior that is learned later, which prunes less
-    (``recpo.rewards.variational``). The result is the model of the training period. ``Factors.facts`` has all errors.
+    with the best one of all. Then the features of the users are tried as their factors, and those of the items as
+    theirs. If the factors of the best model say little, the first rank is fitted once more with a prior that is learned
+    later, which prunes less (``recpo.rewards.variational``). The result is the model of the training period.
+    ``Factors.facts`` has all errors.
 
     Args:
         data: prepared data.
@@ -55,8 +57,8 @@ def fit_factors(
     schema = data.feature_schema
     _validate_sides(data, options)
     priors, tries_users = options.priors(has_features=bool(schema.item)), options.tries_users(bool(schema.user))
-    tries_factors = tries_users and options.user_factors is None
-    models = len(options.grid) + len(priors) - 1 + tries_users + tries_factors
+    tries_factors, tries_items = tries_users and options.user_factors is None, options.tries_items(bool(schema.item))
+    models = len(options.grid) + len(priors) - 1 + tries_users + tries_factors + tries_items
     asked = len(options.grid) * len(options.consumption or (0,))
     passes = models * options.sweeps + 1 + TABLE_PASSES * any(joined for _, joined in priors)
     passes += CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
@@ -67,7 +69,8 @@ def fit_factors(
         fit = _Fitting(data, mean, options, bar.update)
         first, *others = options.grid
         warm_up = options.warm_up or variational.WARM_UP
-        sides = bool(options.user_features or options.user_factors), bool(options.user_factors)
+        given = bool(options.user_factors), bool(options.item_factors)
+        sides = bool(options.user_features or options.user_factors), *given
         settings = [_Setting(*first, *prior, *sides, warm_up) for prior in priors]
         best = fit(settings[0])
         errors, targets = validation_errors(data, [best.model]) if options.period == "train" else ([], 0)
@@ -95,10 +98,13 @@ def fit_factors(
         if others:
             best = improved([best.setting._replace(rank=rank, ridge=ridge) for rank, ridge in others])
         if targets and tries_factors:
-            best = improved([_Setting(0, None, 0, any(joined for _, joined in priors), True, True, warm_up)])
-        if targets and options.tries_late_priors and variational.is_pruned(best.model):
-            learned = best.setting._replace(rank=first[0], user_factors=False)
-            best = improved([learned._replace(warm_up=variational.LATE_WARM_UP)])
+            best = improved([_Setting(0, None, 0, any(joined for _, joined in priors), True, True, False, warm_up)])
+        if targets and tries_items:
+            users = best.setting.user_features and not best.setting.user_factors
+            best = improved([_Setting(0, None, 0, True, users, False, True, warm_up)])
+        learns = not (best.setting.user_factors or best.setting.item_factors)
+        if targets and learns and options.tries_late_priors and variational.is_pruned(best.model):
+            best = improved([best.setting._replace(rank=first[0], warm_up=variational.LATE_WARM_UP)])
         factors = best.finish(bar.update)
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
     return replace(factors, facts=facts | {"chosen": best.facts})
@@ -119,7 +125,7 @@ def _validate_sides(data: Prepared, options: FactorOptions) -> None:
 class _Setting(NamedTuple):
     """What is tried: a rank, a ridge (None = it is learned), what prior means depend on, and when they are learned.
 
-    Where the features of the users are their factors (``user_factors``), the rank is 0: none is learned.
+    Where the features of the users, or of the items, are their factors, the rank is 0: none is learned.
     """
 
     rank: int
@@ -128,6 +134,7 @@ class _Setting(NamedTuple):
     item_features: bool
     user_features: bool
     user_factors: bool
+    item_factors: bool
     warm_up: int
 
 
@@ -161,9 +168,11 @@ class _Fitting:
         if ridge is None:
             features = self._features(setting)
             asked = replace(options, warm_up=setting.warm_up)
-            of_table = setting.user_factors and features.users is not None
-            if of_table:
-                rank = features.num_user_columns - features.history.shape[1]
+            of_table: TableSide | None = None
+            if setting.user_factors and features.users is not None:
+                of_table, rank = "user", features.num_user_columns - features.history.shape[1]
+            elif setting.item_factors and features.table is not None:
+                of_table, rank = "item", features.items.shape[1]
             fit = variational.fit_items(data, mean, rank, asked, self.finished, features, of_table=of_table)
             model = variational.plain_factors(data, fit, mean, options)
             return _Trial(setting, model, partial(variational.finish, data, model, period=options.period))
@@ -176,11 +185,14 @@ class _Fitting:
         if number not in self._consumption:
             made = prior_features.of_consumption(self._parts, self.data.num_items, number, self.options.seed)
             self._consumption[number] = made
-        found = self._consumption[number]
-        found = found.beside(self._item_table) if setting.item_features else found
+        found, most = self._consumption[number], min(_MOST_FACTORS, math.isqrt(_MOST_NUMBERS // self.data.num_items))
+        if setting.item_factors:
+            found = self._item_table.largest(most)
+        elif setting.item_features:
+            found = found.beside(self._item_table)
         users = self._user_table if setting.user_features else None
         if users is not None and setting.user_factors:
-            users = users.largest(min(_MOST_FACTORS, math.isqrt(_MOST_NUMBERS // self.data.num_items)))
+            users = users.largest(most)
         return found._replace(users=users)
 
     @cached_property

@@ -22,7 +22,9 @@ other side only needs the moments ``E[ã ãᵀ]`` of an item. Memory holds one s
 
 Where users have a table, their factors may also be given by it: ``m_z`` of the factors is the components of the table
 themselves (``factors_by_table``). Every item is then a regression on what is known of its users, which needs no taste
-of a single user: it is what a log with few positives, or few events per user, can tell.
+of a single user: it is what a log with few positives, or few events per user, can tell. In the same way the factors of
+items may be given by their table: every user is then a regression on what is known of the items, where a single item
+has too few events to tell its factors.
 
 Features: ``recpo.rewards.prior_features``.
 """
@@ -35,6 +37,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from recpo.base.features import SIDES, FeatureSchema
+from recpo.log.feature_columns import TableSide
 from recpo.log.prepared import Period, Prepared
 from recpo.policies.grade_factors import linear_in_features
 from recpo.rewards import graded
@@ -51,8 +54,7 @@ _LEAST_VARIANCE: Final = 0.03
 SLOPE_RIDGE: Final = 1.0
 # the initial prior is a ridge of this many events
 _FIRST_RIDGE: Final = 2.0
-# variance of the factors of users around the components of their table, where these are the factors; the variance of
-# the largest component is 1
+# variance of factors around the components of a table, where these are the factors; that of the largest one is 1
 _AROUND_TABLE: Final = 0.01
 
 
@@ -179,7 +181,7 @@ def fit_items(
     finished: Callable[[int], object],
     features: PriorFeatures | None = None,
     *,
-    of_table: bool = False,
+    of_table: TableSide | None = None,
 ) -> Fit:
     """All sweeps over the events of the period that ``options`` names.
 
@@ -190,16 +192,19 @@ def fit_items(
         options: period, numbers of sweeps and seed.
         finished: called with the number of events that were read.
         features: what the prior means are linear in; None = nothing.
-        of_table: the factors of the users are the ``rank`` components of their table (``factors_by_table``).
+        of_table: the side whose factors are the ``rank`` components of its table (``factors_by_table``); None = both
+            sides are learned.
     """
     features = PriorFeatures.none(data.num_items) if features is None else features
-    width, start = rank + 1, graded.first_factors(data.num_items, rank, options.seed) * (not of_table)
+    width, start = rank + 1, graded.first_factors(data.num_items, rank, options.seed) * (of_table is None)
+    start = start if of_table != "item" else features.items[:, -rank:]
     items = Gaussians(np.pad(start, ((0, 0), (0, 1))), np.zeros((data.num_items, width, width)))
     noise = grade_variance(data, mean, options.period)
     first = noise / _FIRST_RIDGE * np.eye(width)
     columns = features.items.shape[1], features.num_user_columns
     of_items, users = (Prior(np.zeros(width), first, np.zeros((number, width))) for number in columns)
-    before, users = of_items, factors_by_table(users) if of_table else users
+    users, of_items = _given(users, of_items, of_table)
+    before = of_items
     parts = graded.repeated(partial(graded.chunks, data, finished, options.period), finished)
     for sweep in range(options.sweeps):
         table, total = moments(items), graded.no_equations(data.num_items, width + 1)
@@ -216,19 +221,26 @@ def fit_items(
         items, before = posterior(total, of_items, features.items, noise), of_items
         if sweep >= (options.warm_up or WARM_UP):
             among.add(items, features.items)
-            users, of_items = summed.prior(), among.prior()
-            users = factors_by_table(users) if of_table else users
+            users, of_items = _given(summed.prior(), among.prior(), of_table)
         noise = (squared + squared_errors(total, items)) / events
     return Fit(items, users, before, noise, features)
 
 
-def factors_by_table(users: Prior) -> Prior:
-    """The prior of users whose factors are the components of their table, the last features; with the same bias."""
-    rank = len(users.mean) - 1
-    slopes = np.concatenate([np.zeros((len(users.slopes), rank)), users.slopes[:, -1:]], 1)
+def _given(users: Prior, items: Prior, of_table: TableSide | None) -> tuple[Prior, Prior]:
+    """The priors of users and items, of which one may have the factors of its table."""
+    users, items = (
+        factors_by_table(prior) if of_table == side else prior for side, prior in (("user", users), ("item", items))
+    )
+    return users, items
+
+
+def factors_by_table(prior: Prior) -> Prior:
+    """The prior of a side whose factors are the components of its table, the last features; with the same bias."""
+    rank = len(prior.mean) - 1
+    slopes = np.concatenate([np.zeros((len(prior.slopes), rank)), prior.slopes[:, -1:]], 1)
     slopes[len(slopes) - rank :, :rank] = np.eye(rank)
-    variances = [*[_AROUND_TABLE] * rank, users.covariance[-1, -1]]
-    return Prior(np.append(np.zeros(rank), users.mean[-1]), np.diag(variances), slopes)
+    variances = [*[_AROUND_TABLE] * rank, prior.covariance[-1, -1]]
+    return Prior(np.append(np.zeros(rank), prior.mean[-1]), np.diag(variances), slopes)
 
 
 def grade_variance(data: Prepared, mean: float, period: Period) -> float:

@@ -272,7 +272,9 @@ def test_durations_of_the_item_table_are_those_of_events_without_one(share, tmp_
     rows, keeps = rows.append_column("minutes", minutes), np.random.default_rng(4).random(len(log)) < share
     place = log.schema.get_field_index("duration")
     lacking = log.set_column(place, "duration", pa.array(seconds, mask=~keeps)) if share else log.remove_column(place)
-    options = {"features": FeatureColumns(item=(), duration="minutes", duration_unit="min"), "behaviors": {}}
+    # that the table has a feature with the name of the option changes nothing
+    features = FeatureColumns((Number("duration", column="length"),), duration="minutes", duration_unit="min")
+    options = {"features": features, "behaviors": {}}
     made = prepare(tmp_path / "made", lacking, rows, **options)
     whole = prepare(tmp_path / "whole", log, rows, **{**options, "features": FeatureColumns(item=())})
     for name in ("quantiles.parquet", "histories.parquet"):

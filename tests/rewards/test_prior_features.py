@@ -184,7 +184,7 @@ def test_the_validation_period_accepts_or_refuses_the_prior(data, monkeypatch, e
 @pytest.mark.slow
 def test_features_are_tried_where_there_are_some(data, tmp_path):
     """In a growing catalog the features are all that is known of a new item."""
-    for side in ("item_features", "user_features", "user_factors"):
+    for side in ("item_features", "item_factors", "user_features", "user_factors"):
         with refused("missing_value", side):
             fit_factors(data, FactorOptions(ranks=(2,), sweeps=2, **{side: True}))
     world = recpo.simulate(tmp_path / "world", world="living", users=300, items=600, events=9000, seed=0)
@@ -192,14 +192,15 @@ def test_features_are_tried_where_there_are_some(data, tmp_path):
     tables = {"items": world.items, "users": world.users, "catalog": "items", "features": features}
     living = recpo.prepare(world.log, tmp_path / "prepared", **tables)
     model = fit_factors(living, FactorOptions(ranks=(4,), consumption=(0, 8)))
-    *found, with_users, by_table = model.facts["tried"]
+    *found, with_users, by_table, by_items = model.facts["tried"]
     tried = {(one["consumption"], one["item_features"]): one["squared_error"] for one in found}
     assert list(tried) == [(0, False), (0, True), (8, False), (8, True)]
     assert not any(one["user_features"] for one in found)
     best = min(found, key=lambda one: one["squared_error"])
     assert with_users | {"squared_error": 0} == best | {"user_features": True, "squared_error": 0}
     assert (by_table["rank"], by_table["item_features"], by_table["user_factors"]) == (0, True, True)
-    assert model.facts["chosen"] == min(best, with_users, by_table, key=lambda one: one["squared_error"])
+    assert (by_items["rank"], by_items["item_features"], by_items["item_factors"]) == (0, True, True)
+    assert model.facts["chosen"] == min(best, with_users, by_table, by_items, key=lambda one: one["squared_error"])
     assert tried[0, True] < 0.97 * tried[0, False]
     assert model.facts["chosen"]["item_features"]
     # an item without events has the prior mean of its features, not that of all items
@@ -249,3 +250,33 @@ def test_what_groups_want_is_found_where_no_user_tells_it(tmp_path):
     again = fit_factors(data, FactorOptions().of(model))  # the same model, without a choice
     assert len(again.facts["tried"]) == 1
     torch.testing.assert_close(again.item_factors, model.item_factors)
+
+
+def test_what_is_wanted_of_kinds_of_items_is_found_where_no_item_tells_it(tmp_path):
+    """Three events of an item: only all items of a kind together say who wants that kind."""
+    random, users, items, kinds = np.random.default_rng(0), 200, 2_000, 8
+    kind, wanted = random.integers(0, kinds, items), np.where(random.random((users, kinds)) < 0.3, 0.8, 0.2)
+    item = np.repeat(np.arange(items - 50), 4)
+    user = random.integers(0, users, len(item))
+    log = pd.DataFrame({"user_id": user, "item_id": item, "label": random.random(len(user)) < wanted[user, kind[item]]})
+    log["timestamp"] = 1_700_000_000_000 + random.integers(0, 20 * 86_400_000, len(user))
+    log = log.astype({"label": float}).sort_values("timestamp", ignore_index=True)
+    table = pd.DataFrame({"item_id": np.arange(items), "kind": [f"kind {one}" for one in kind]})
+    options = {"label": BinaryColumn(), "columns": Columns(label="label", time_unit="ms"), "catalog": "items"}
+    data = recpo.prepare(log, tmp_path / "prepared", items=table, **options)
+    model = fit_factors(data, FactorOptions())
+    assert model.facts["chosen"]["item_factors"]
+    without = [one["squared_error"] for one in model.facts["tried"] if not one["item_factors"]]
+    assert model.facts["chosen"]["squared_error"] < min(without) - 0.01
+    names = data.item_ids().to_external(np.arange(1, data.num_items + 1)).to_numpy()
+    people = data.table("users.parquet", ["user_id"]).column(0).to_numpy()
+    found, expected = model.scores(model.user_factors).numpy(), wanted[people][:, kind[names]]
+    assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.6
+    new = data.item_counts() == 0  # its kind says who wants an item without events
+    assert new.sum() > 5
+    assert np.corrcoef(found[:, new].ravel(), expected[:, new].ravel())[0, 1] > 0.6
+    again = fit_factors(data, FactorOptions().of(model))  # the same model, without a choice
+    assert len(again.facts["tried"]) == 1
+    torch.testing.assert_close(again.item_factors, model.item_factors)
+    with refused("conflicting_options", "item_factors"):
+        FactorOptions(item_factors=True, user_factors=True)
