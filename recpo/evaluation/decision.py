@@ -112,9 +112,9 @@ class Choice(NamedTuple):
         enough = f" It takes about {needed:,} such users to see a difference of this size." if needed > gain.n else ""
         differs = f"{gain.mean:+.4f}".replace("-", "\u2212")
         return [
-            f"The validation period cannot tell {self.policy} from {self.strongest_baseline}: its {gain.n:,} users "
-            f"show differences from about {gain.half_width:.4f} on, and these two differ by {differs}.{enough} Choose "
-            "a longer validation period (split of recpo prepare), or test both online."
+            f"The validation period cannot tell {self.policy} from {self.strongest_baseline}: for its {gain.n:,} users "
+            f"they differ by {differs} ± {gain.half_width:.4f} (p = {self.p_value:.2f}, corrected for the number of "
+            f"policies).{enough} Choose a longer validation period (split of recpo prepare), or test both online."
         ]
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
@@ -74,9 +74,20 @@ class ColumnFacts:
         return [unit for unit, one in factors.items() if self.least * one >= _FIRST_MS and self.most * one < _LAST_MS]
 
     @property
+    def has_digits(self) -> bool:
+        """Whether these are texts that begin with a digit, such as ``73%`` or ``00:15:23``, but no dates."""
+        return self.kind == "text" and self.dated < MOSTLY and all(one[:1].isdigit() for one in self.examples)
+
+    @property
     def has_codes(self) -> bool:
         """Whether there are few whole numbers, which may be codes for kinds of events."""
         return self.kind == "whole" and self.few is not None
+
+    @property
+    def has_clock_end(self) -> bool:
+        """Whether the smallest or the largest number alone would be a time in some unit."""
+        ends = [replace(self, least=end, most=end) for end in (self.least, self.most) if end is not None]
+        return any(one.clock_units for one in ends)
 
     @property
     def is_clock(self) -> bool:
@@ -308,7 +319,8 @@ BEGINS: Final = frozenset({"start", "started", "begin", "began", "sent", "event"
 #: What users do for a while; with a unit of time after it, or "time" or "duration", it is the watch time.
 _USES: Final = (
     *("watch", "watched", "play", "played", "listen", "listened", "stream", "streamed", "view", "viewed", "read"),
-    *("dwell", "stay", "spent", "heard", "consumed", "engaged", "engagement", "attention"),
+    *("dwell", "stay", "spent", "heard", "consumed", "engaged", "engagement", "attention", "reading", "listening"),
+    *("watching", "viewing", "playing", "session", "timespent"),
 )
 
 #: Names of each standard column, the most reliable first; compared without case, separators, units and RecBole's types.

@@ -32,7 +32,7 @@ BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 #: What users come for; a label of it is worth more than one of clicks, if there are enough.
-CONVERSIONS: Final = ("purchase", "book", "apply", "enroll", "contact", "accept", "download")
+CONVERSIONS: Final = ("purchase", "book", "apply", "enroll", "contact", "accept", "download", "cook")
 ENOUGH_CONVERSIONS: Final = 1_000
 
 #: Columns that state the kind of event of a row.
@@ -188,14 +188,14 @@ def _event_kind(text: str) -> str | None:
 
 
 def outcome_grades(texts: Sequence[str]) -> dict[str, float]:
-    """Grade of each kind of event that is no offer: 1; where there are purchases, other outcomes have half of theirs.
+    """Grade of each kind of event that is no offer: 1; where there are conversions, other outcomes have half of theirs.
 
     Grades are by value in simulated shops: of a view, a cart and a purchase 0, 0.5 and 1 give policies that are worth
     more, by the probability of a purchase, than 0, 1 and 1, and as much as 0, 0 and 1 (docs/your_own_log.md).
     """
     offered = offers(texts)
     outcomes = [text for text in texts if text not in offered]
-    bought = [text for text in outcomes if _event_kind(text) == "purchase"]
+    bought = [text for text in outcomes if _event_kind(text) in CONVERSIONS]
     return {text: 0.5 if bought and text not in bought else 1.0 for text in outcomes}
 
 

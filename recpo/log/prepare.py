@@ -428,7 +428,9 @@ class PrepareRun:
     def _idle_days(self) -> float:
         """The option, or what the log shows."""
         begin = self.boundaries.get("valid_start_ms")
-        if self.choice.idle_days is not None or begin is None or Derived.AVAILABLE_UNTIL in self._said:
+        if Derived.AVAILABLE_UNTIL in self._said:
+            return 0.0
+        if self.choice.idle_days is not None or begin is None:
             return self.choice.idle_days or 0.0
         shown = self.engine.table(standard_events.exposures(self.events))
         first, last, trained, later = (shown[name].to_numpy() for name in ("first", "last", "trained", "later"))

@@ -16,7 +16,17 @@ from recpo.log import column_facts, event_kinds
 from recpo.log.column_facts import ColumnFacts, plain_name, rank_as, unit_of_name
 from recpo.log.event_kinds import Opinions, opinions, true_texts
 from recpo.log.feature_columns import PRESET_BEHAVIORS
-from recpo.log.schema import ANY, MILLISECONDS_PER_UNIT, PRESETS, Columns, FlagColumn, LogColumns, PresetName, name_of
+from recpo.log.schema import (
+    ANY,
+    MILLISECONDS_PER_UNIT,
+    PRESETS,
+    Columns,
+    FlagColumn,
+    LogColumns,
+    PresetName,
+    name_of,
+    preset_of,
+)
 
 _UNIT_OPTION: Final = {
     LogColumns.TIMESTAMP: "time_unit",
@@ -137,7 +147,7 @@ class _Recognizer:
 
     def __init__(self, facts: Mapping[str, ColumnFacts], given: Columns, keys: Collection[str] = ()) -> None:
         self.facts, self.given, self.keys = facts, given, keys
-        self.preset = _preset(facts)
+        self.preset = preset_of(facts)
         self.columns: dict[str, str | FlagColumn] = {}
         self.how: dict[str, str] = {}
         self.units: dict[str, str | None] = {}
@@ -162,6 +172,7 @@ class _Recognizer:
             + (_WITHOUT_TIME if role == LogColumns.TIMESTAMP else "")
             for role in missing
         ]
+        self.questions += self._unread_numbers()
         unsuitable = self._unsuitable()
         self.questions += unsuitable.values()
         suitable = self.columns.keys() - unsuitable.keys()
@@ -285,6 +296,16 @@ class _Recognizer:
             doubts += [f"`{name}`: {' and '.join(read)}, other values as neither"] if read else []
         return doubts
 
+    def _unread_numbers(self) -> list[str]:
+        """Questions about texts that are called like feedback and look like numbers in another form, as 4,5 does."""
+        return [
+            f"{role}: `{name}` ({facts.evidence}) is text: write numbers (0.73 for 73%, 4.5 for 4,5, seconds for "
+            f"00:15:23), or leave the column out"
+            for role in (LogColumns.LABEL, LogColumns.WATCH_TIME)
+            for name, facts in self.facts.items()
+            if role not in self.columns and self._is_free(name) and rank_as(role, name) is not None and facts.has_digits
+        ]
+
     def _unsuitable(self) -> dict[str, str]:
         """Standard name -> question, for columns that the user named and ``recpo prepare`` would refuse."""
         questions = {}
@@ -316,7 +337,7 @@ class _Recognizer:
             if said not in (None, units[0]):
                 self.doubts.append(f"{facts.name} is called {said}, its values are times in {units[0]} only")
             return units[0]
-        if any(_clock_of(value) for value in (facts.least, facts.most)):
+        if facts.has_clock_end:
             several = "has values of several units, or some that are no times: pass --columns.time_unit UNIT"
             self.questions.append(f"timestamp: {shown} {several}")
             return None
@@ -557,19 +578,6 @@ def _or(texts: Sequence[str]) -> str:
     return " or ".join(f"'{text}'" for text in texts)
 
 
-def _preset(by_name: Mapping[str, ColumnFacts]) -> PresetName:
-    """The preset whose column names the log has: all required ones, and all that differ from plain names."""
-    found: list[PresetName] = []
-    presets: tuple[PresetName, ...] = ("kuairand", "movielens", "recbole")
-    for name in presets:
-        mapping = PRESETS[name].named()
-        required = all(mapping[role] in by_name for role in LogColumns.REQUIRED)
-        optional = [column for role, column in mapping.items() if role in LogColumns.OPTIONAL]
-        if required and (name == "recbole" or any(column in by_name for column in optional)):
-            found.append(name)
-    return found[0] if len(found) == 1 else "plain"
-
-
 def _suits(facts: ColumnFacts, role: str) -> bool:
     """Whether the values of a column are possible for the role."""
     if role in LogColumns.IDS:
@@ -583,10 +591,6 @@ def _suits(facts: ColumnFacts, role: str) -> bool:
     if role in (LogColumns.WATCH_TIME, LogColumns.DURATION):
         return facts.kind in ("whole", "number") and (facts.most or 0.0) > 0
     return facts.is_number
-
-
-def _clock_of(value: float | None) -> bool:
-    return value is not None and bool(ColumnFacts("", "whole", 1, 0, 1, least=value, most=value).clock_units)
 
 
 def _any_of(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ prepared shards.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Self
 
@@ -528,3 +528,16 @@ def _together(faults: Sequence[Fault]) -> Fault:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def preset_of(names: Collection[str]) -> PresetName:
+    """The preset whose column names the log has: all required ones, and all that differ from plain names."""
+    found: list[PresetName] = []
+    presets: tuple[PresetName, ...] = ("kuairand", "movielens", "recbole")
+    for name in presets:
+        mapping = PRESETS[name].named()
+        required = all(mapping[role] in names for role in LogColumns.REQUIRED)
+        optional = [column for role, column in mapping.items() if role in LogColumns.OPTIONAL]
+        if required and (name == "recbole" or any(column in names for column in optional)):
+            found.append(name)
+    return found[0] if len(found) == 1 else "plain"

@@ -16,6 +16,7 @@ from recpo.artifacts.artifact import Artifact, load
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
+from recpo.base.feedback import FEEDBACK_KINDS
 from recpo.base.frames import Frame
 from recpo.evaluation.baselines import BASELINES_DIRECTORY
 from recpo.evaluation.decision import CRITERIA, Choice, choose
@@ -27,7 +28,7 @@ from recpo.evaluation.reading import ends_of
 from recpo.log.csv_files import CsvFormat
 from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
-from recpo.log.schema import Columns
+from recpo.log.schema import PERIODS, Columns
 from recpo.serving.bundle import Bundle
 from recpo.training.run import Run
 from recpo.verbs import fit_recipes, fit_road
@@ -224,11 +225,11 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
         verb = Prepare(out=road.root / fit_road.FINAL / fit_recipes.PREPARED, **options)
         split = deciding_split(options["split"], found.counts)
         road.data = self._prepared(road, replace(verb, out=road.root / fit_recipes.PREPARED, split=split))
-        understood = [*_understood(found), *_repeated(road.data)]
+        understood = [*_understood(found), _counted(road.data), *_repeated(road.data)]
         if split == verb.split:
             return understood, truth, None
         understood.append(f"small log: decided by {_changed(verb.split, split)}; what ships is made again without that")
-        return understood, truth, replace(verb, repeats=road.data.repeats)
+        return understood, truth, replace(verb, repeats=road.data.repeats, idle_days=road.data.idle_days)
 
     @staticmethod
     def _prepared(road: Road, verb: Prepare) -> Prepared:
@@ -379,6 +380,15 @@ def _understood(found: Inspection) -> list[str]:
     for side, file in found.tables.items():
         said.append(f"the table of {side}s {file}: its columns are features of the {side}s")
     return [*said, *found.doubts]
+
+
+def _counted(data: Prepared) -> str:
+    """How many events say what, and how many were left out."""
+    kinds = {name: sum(data.feedback_counts[period][name] for period in PERIODS) for name in FEEDBACK_KINDS}
+    said = ", ".join(f"{count:,} {name}" for name, count in kinds.items() if count)
+    dropped = sum(data.manifest["counts"]["dropped"].values())
+    ended = f"; items end {data.idle_days:g} days after their last event (idle_days)" if data.idle_days else ""
+    return f"events: {said}; {dropped:,} left out{ended}"
 
 
 def _repeated(data: Prepared) -> list[str]:
