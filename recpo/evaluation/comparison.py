@@ -36,9 +36,8 @@ class Comparison(Artifact):
     """
 
     kind: ClassVar = "comparison"
-    version: ClassVar = 2
+    version: ClassVar = 3
     made_by: ClassVar = "recpo compare"
-    sealed: ClassVar = (COMPARE,)
 
     document: Document
     path: Path | None = None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import numpy as np
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import MARKER, sha256, verify
+from recpo.artifacts.checksums import MARKER, verify
 from recpo.base.errors import RecpoError
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Reads, Vector, of_type
 from recpo.base.feedback import FeedbackDefinition
@@ -116,10 +116,9 @@ class BundleManifest(Artifact):
 
     def write(self, root: Path) -> None:
         """Completes a bundle: adds the SHA-256 of every file in ``root`` and of the manifest itself."""
-        files = {name: sha256(root / name) for name in sorted(_visible(root) - {MANIFEST, MARKER})}
         features, feedback = self.features.to_json(), self.feedback.to_json()
-        parts = {"features": features, "feedback": feedback, "files": files, "program": program_interface(self)}
-        self.write_facts(root, vars(self) | parts)
+        parts = {"features": features, "feedback": feedback, "program": program_interface(self)}
+        self.write_facts(root, vars(self) | parts, _visible(root) - {MANIFEST, MARKER})
 
     @classmethod
     def read(cls, root: Path) -> BundleManifest:

@@ -33,7 +33,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import kind_of, sha256, verify
+from recpo.artifacts.checksums import kind_of, verify
 from recpo.artifacts.documents import describe_os_error, read_json, read_yaml
 from recpo.artifacts.outputs import output_file, write_json
 from recpo.base.contracts import Policy
@@ -380,7 +380,7 @@ def mark_finished(
         for file in _files_in(root / part)
     ]
     facts = {"num_items": policy.num_items, "catalog_checksum": data.catalog_checksum, "results": results}
-    Run.write_facts(root, {**facts, "monitor": monitor, "files": {name: sha256(root / name) for name in kept}})
+    Run.write_facts(root, facts | {"monitor": monitor}, kept)
 
 
 def _files_in(directory: Path) -> list[Path]:

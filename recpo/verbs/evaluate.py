@@ -144,8 +144,7 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
         read: list[object] = [data.root, self.truth, self.baseline_cache, self.rerank_options.attributes]
         read += [features and features.file, table and table.path]
         read += [one.path if isinstance(one, Lists) else directory_of(one) for one in self._named]
-        sealed = Evaluation.sealed
-        return output_directory(self.out, kind="evaluation", overwrite=self.overwrite, inputs=read, sealed=sealed)
+        return output_directory(self.out, kind="evaluation", overwrite=self.overwrite, inputs=read)
 
     def _contenders(self, data: Prepared, cache: BaselineCache) -> tuple[list[Contender], list[str]]:
         """The contenders, and a warning if a default baseline is left out."""

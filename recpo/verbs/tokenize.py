@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from tqdm import tqdm
 
 from recpo.artifacts.outputs import output_directory
-from recpo.artifacts.semantic_codes import FILES, Codes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import RecpoError, Seed
 from recpo.base.frames import ArrowStream, Frame
 from recpo.items import sources
@@ -108,7 +108,7 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
         read = [data.root, self.extends, getattr(source, "file", None), getattr(source, "run", None)]
         inputs = [given for given in read if isinstance(given, str | PathLike)]
         with (
-            output_directory(out, kind="codes", overwrite=self.overwrite, inputs=inputs, sealed=FILES) as partial,
+            output_directory(out, kind="codes", overwrite=self.overwrite, inputs=inputs) as partial,
             tqdm(
                 total=kmeans.levels + 3, desc="tokenize", unit="stage", disable=None if self.progress else True
             ) as bar,

@@ -143,7 +143,7 @@ def test_other_versions_missing_and_damaged_files_are_refused(tmp_path):
         Truth.load(tmp_path / "nowhere")
     whole = (directory / "users.parquet").read_bytes()
     (directory / "users.parquet").write_bytes(whole[: len(whole) // 2])
-    with refused("damaged", "truth/users.parquet"):
+    with refused("damaged", "users.parquet"):
         Truth.load(tmp_path / "out")
     content = json.loads((directory / "truth.json").read_text())
     (directory / "truth.json").write_text(json.dumps(content | {"format_version": 99}))
