@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recpo.artifacts.checksums import MARKER, Kind, kind_of, marker
-from recpo.artifacts.documents import describe_os_error, flush, flush_tree, writing_errors
+from recpo.artifacts.documents import describe_os_error, flush, flush_tree, path_of, writing_errors
 from recpo.base.errors import RecpoError
 
 UNFINISHED: Final = ".recpo-unfinished-"
@@ -263,9 +263,7 @@ def _check_directory(place: Path, target: Path | str, kind: Kind, overwrite: boo
 
 
 def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> None:
-    for given in inputs:
-        if not isinstance(given, (str, Path)):
-            continue
+    for given in filter(None, map(path_of, inputs)):
         source = Path(os.path.realpath(given))
         for is_so, what in (
             (place == source, "is an input and would be overwritten: choose another output"),

@@ -7,19 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.documents import path_of
 from recpo.base.errors import GateClosedError
-from recpo.cli.output import (
-    VerbResult,
-    command,
-    configuration,
-    decimals,
-    evaluation_of,
-    path_of,
-    say,
-    show_tables,
-    table,
-    warn,
-)
+from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, say, show_tables, table, warn
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
 from recpo.evaluation.html_report.view import EvaluationView, variants_tables
 from recpo.evaluation.reading import Document, best_by_value

@@ -182,8 +182,7 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
     @contextmanager
     def _directory(self, root: Path) -> Iterator[None]:
         """Creates the directory, or checks the one to resume, and keeps other processes out."""
-        given = self.log.root if isinstance(self.log, Prepared | Simulation) else self.log
-        with self.directory(root, inputs=[given]) as again:
+        with self.directory(root, inputs=[self.log]) as again:
             try:
                 yield
             except RecpoError:

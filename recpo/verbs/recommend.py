@@ -167,9 +167,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     ) -> ServingCounts:
         """Writes the lists of a file in pieces of whole users; the other inputs are in memory."""
         asked: Any = _ids(self.users)
-        source = self.source if isinstance(self.source, str | PathLike) else getattr(self.source, "root", None)
-        given = [source, histories, self.exclude, self.users, self.prepared]
-        inputs = [Path(path) for path in (*given, self.user_features, self.context) if isinstance(path, str | PathLike)]
+        inputs = [self.source, histories, self.exclude, self.users, self.prepared, self.user_features, self.context]
         counts, writer = ServingCounts(), None
         bar = tqdm(desc="recommend", unit="event", disable=None if self.progress else True, leave=False)
         with bar, output_file(out, inputs=inputs) as partial:

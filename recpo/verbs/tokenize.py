@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from os import PathLike
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -105,8 +104,7 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
             sources.VectorsFromFrame(self.vectors) if isinstance(self.vectors, ArrowStream | Mapping) else self.vectors
         )
         items, place, out = data.item_ids(), compute_device(self.device), Path(self.out)
-        read = [data.root, self.extends, getattr(source, "file", None), getattr(source, "run", None)]
-        inputs = [given for given in read if isinstance(given, str | PathLike)]
+        inputs = [data, self.extends, getattr(source, "file", None), getattr(source, "run", None)]
         with (
             output_directory(out, kind="codes", overwrite=self.overwrite, inputs=inputs) as partial,
             tqdm(
