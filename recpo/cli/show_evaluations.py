@@ -11,6 +11,7 @@ from recpo.artifacts.documents import path_of
 from recpo.base.errors import GateClosedError
 from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, say, show_tables, table, warn
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
+from recpo.evaluation.html_report.parts import leaderboard_table
 from recpo.evaluation.html_report.view import EvaluationView, variants_tables
 from recpo.evaluation.reading import Document, best_by_value
 from recpo.training.learned_reward import CALIBRATION
@@ -180,8 +181,6 @@ def show_fit(verb: fit.Fit, done: fit.Decision) -> VerbResult:
 
 def show_decision(done: fit.Decision) -> None:
     """Prints the leaderboard and the answer."""
-    from recpo.verbs.fit import leaderboard_table  # here, because other verbs print without it
-
     show_tables("contenders, the best first", leaderboard_table(done.facts))
     warn(done.facts["advice"])
     print(f"ship {done.chosen}: {done.reason}")
