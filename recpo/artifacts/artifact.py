@@ -61,7 +61,7 @@ class Artifact:
         root = Path(root)
         cls.recognize(root)
         file = root / DOCUMENTS[cls.kind]
-        return cls.checked(read_json(file, cls.remedy()), file)
+        return facts_in(read_json(file, cls.remedy()), file, cls.version, cls.remedy())
 
     @classmethod
     def recognize(cls, root: Any) -> None:
@@ -74,19 +74,6 @@ class Artifact:
                 code="wrong_file",
                 field=name,
             )
-
-    @classmethod
-    def checked(cls, content: Mapping[str, Any], file: object) -> dict[str, Any]:
-        """The facts in the content of a document, which ``file`` is for messages; raises as ``facts_of``."""
-        if (found := content.get("format_version")) != cls.version:
-            raise RecpoError(
-                f"{file}: format_version {found!r}, this recpo reads {cls.version}; {cls.remedy()}",
-                code="old_format",
-                field="format_version",
-            )
-        facts = unseal(content, file, cls.remedy())
-        del facts["format_version"]
-        return facts
 
     @classmethod
     def write_facts(cls, directory: Path, facts: Mapping[str, Any], files: Iterable[str] = ()) -> None:
@@ -106,6 +93,23 @@ class Artifact:
     def remedy(cls) -> str:
         """What to do about a damaged directory; the end of a message."""
         return f"copy it again, or make it again with `{cls.made_by}`"
+
+
+def facts_in(content: Mapping[str, Any], file: object, version: int, remedy: str) -> dict[str, Any]:
+    """The facts in the content of a sealed document, which ``file`` is for messages.
+
+    Raises:
+        RecpoError: it is of another version (code ``old_format``), or was changed (``damaged``).
+    """
+    if (found := content.get("format_version")) != version:
+        raise RecpoError(
+            f"{file}: format_version {found!r}, this recpo reads {version}; {remedy}",
+            code="old_format",
+            field="format_version",
+        )
+    facts = unseal(content, file, remedy)
+    del facts["format_version"]
+    return facts
 
 
 #: The public class of every kind; its module is imported when the kind is opened.

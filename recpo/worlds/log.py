@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import seal, unseal
+from recpo.artifacts.artifact import Artifact, facts_in
+from recpo.artifacts.checksums import seal
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import output_directory, write_json
 from recpo.base.errors import RecpoError
@@ -110,12 +110,7 @@ class ServedDays:
         file = root / SERVED
         if not file.exists():
             return None
-        content = read_json(file, _REMEDY)
-        if (found := content.get("format_version")) != FORMAT_VERSION:
-            message = f"{file}: format version {found}, expected {FORMAT_VERSION}: {_REMEDY}"
-            raise RecpoError(message, code="old_format", field=file.name)
-        content = unseal(content, file, _REMEDY)
-        del content["format_version"]
+        content = facts_in(read_json(file, _REMEDY), file, FORMAT_VERSION, _REMEDY)
         try:
             days = tuple(DayReport(**day) for day in content.pop("days"))
             served = cls(**content, days=days)

@@ -219,7 +219,7 @@ def test_what_is_not_one_world_day_after_day_is_refused(stands, two_days, tmp_pa
 def test_a_damaged_report_is_refused(two_days, tmp_path):
     content = json.loads((two_days[0].root / "served.json").read_text())
     for change, refusal in (
-        ({"format_version": 9}, ("old_format", "served.json")),
+        ({"format_version": 9}, ("old_format", "format_version")),
         ({"days": []}, ("damaged", "days")),
         ({"x": 1}, ("damaged", "served.json")),
     ):
