@@ -38,7 +38,6 @@ WEIGHTS = "policy.safetensors"
 CODES = "codes"
 INDEX = "index.faiss"
 VECTORS = "vectors.npy"
-REMEDY = "copy or export the bundle again"
 _PRECISIONS = ("float32", "float16", "int8")
 _SIZES = ("num_items", "max_history", "k")
 _TYPES: dict[str, type] = {  # of the facts, as JSON has them
@@ -130,7 +129,7 @@ class BundleManifest(Artifact):
         root = Path(root)
         content = cls.facts_of(root)
         manifest = cls._parsed(content, root / MANIFEST)
-        verify(root, manifest.files, REMEDY)
+        verify(root, manifest.files, cls.remedy())
         if unlisted := _visible(root) - {MANIFEST, MARKER, *manifest.files}:
             message = f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it"
             raise RecpoError(message, code="untrusted", field=min(unlisted))
@@ -139,7 +138,7 @@ class BundleManifest(Artifact):
     @classmethod
     def _parsed(cls, content: dict[str, Any], path: Path) -> BundleManifest:
         def damaged(what: str, field: str) -> RecpoError:
-            return RecpoError(f"{path} is damaged: {what}; {REMEDY}", code="damaged", field=field)
+            return RecpoError(f"{path} is damaged: {what}; {cls.remedy()}", code="damaged", field=field)
 
         found: dict[str, Any] = {name: content.get(name) for name in _TYPES}
         for name, kind in _TYPES.items():
@@ -166,7 +165,7 @@ class BundleManifest(Artifact):
 
 
 @contextmanager
-def readable(file: Path, *errors: type[Exception], remedy: str = REMEDY) -> Iterator[None]:
+def readable(file: Path, *errors: type[Exception], remedy: str = BundleManifest.remedy()) -> Iterator[None]:
     """Turns errors of a library that reads a file of a bundle into one that names the file."""
     try:
         yield
