@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
 
-from recpo.artifacts.checksums import MARKER, kind_of, verify_sealed
+from recpo.artifacts.checksums import MARKER, kind_of
 from recpo.artifacts.outputs import directory_in_place, output_directory
 from recpo.base.errors import RecpoError
 from tests.refusals import refused
@@ -146,46 +143,6 @@ def test_a_check_that_fails_leaves_everything(tmp_path):
     assert (found(place), len(list(tmp_path.iterdir()))) == ("old", 1)
 
 
-@pytest.fixture(scope="module")
-def sealed(tmp_path_factory):
-    place = tmp_path_factory.mktemp("sealed") / "evaluation"
-    with output_directory(place, kind="evaluation", sealed=["numbers.json", "absent.json"]) as working:
-        (working / "numbers.json").write_text(json.dumps({"value": 0.123}))
-        (working / "page.html").write_text("<p>")
-    return place
-
-
-@given(st.data())
-def test_every_changed_bit_of_a_sealed_file_is_noticed(sealed, data):
-    name = data.draw(st.sampled_from(["numbers.json", MARKER]))
-    whole = (sealed / name).read_bytes()
-    changed = bytearray(whole)
-    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
-    changed[bit // 8] ^= 1 << bit % 8
-    try:
-        (sealed / name).write_bytes(changed)
-        try:
-            verify_sealed(sealed, ["numbers.json", "absent.json"], "make it again")
-            same = json.loads(changed) == json.loads(whole)  # white space at the end
-        except RecpoError as error:
-            same = "make it again" in str(error)
-        assert same
-    finally:
-        (sealed / name).write_bytes(whole)
-
-
-def test_sealed_files_and_their_checksums_may_not_be_missing(sealed, tmp_path):
-    verify_sealed(sealed, ["numbers.json", "absent.json"], "make it again")
-    verify_sealed(tmp_path, ["numbers.json"], "a part of something else")
-    with output_directory(tmp_path / "older", kind="evaluation") as working:
-        (working / "numbers.json").write_text("{}")
-    with refused("old_format", "recpo.json"):
-        verify_sealed(tmp_path / "older", ["numbers.json"], "make it again")
-    (sealed / "numbers.json").unlink()
-    with refused("damaged", "numbers.json"):
-        verify_sealed(sealed, ["numbers.json"], "make it again")
-
-
 def looping(path):
     path.symlink_to(path.name)
 
@@ -220,22 +177,3 @@ def test_missing_parents_and_links_without_a_target(tmp_path):
         assert found(tmp_path / name) == "new"
     assert (tmp_path / "link").is_symlink()
     assert found(tmp_path / "elsewhere") == "new"
-
-
-def test_killed_while_checksums_are_written(tmp_path, monkeypatch):
-    write = Path.write_text
-
-    def half(file, text, **options):
-        write(file, text[: len(text) // 2] if "files" in text else text, **options)
-        if "files" in text:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if not child:
-        monkeypatch.setattr(Path, "write_text", half)
-        with output_directory(tmp_path / "codes", kind="codes", sealed=["a"]) as working:
-            (working / "a").touch()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    written(tmp_path / "codes")
-    assert [path.name for path in tmp_path.iterdir()] == ["codes"]

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 import recpo
-from recpo.artifacts.checksums import DOCUMENTS, MARKER, Kind, described, kind_of, seal, unseal, verify_sealed
+from recpo.artifacts.checksums import DOCUMENTS, MARKER, Kind, described, kind_of, seal, sha256, unseal
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
@@ -20,8 +20,8 @@ from recpo.base.errors import RecpoError
 class Artifact:
     """A directory that recpo wrote. A subclass says what it is; how it is recognized is written here, once.
 
-    The document is written last. It holds the version, the facts of the kind, and a checksum of its own values, unless
-    ``recpo.json`` has its checksum.
+    The document is written last. It holds the version, the facts of the kind, and checksums of the other files and of
+    its own values.
     """
 
     kind: ClassVar[Kind]
@@ -30,8 +30,6 @@ class Artifact:
     """version of the format; others are refused"""
     made_by: ClassVar[str]
     """the command that makes such a directory, for messages"""
-    sealed: ClassVar[tuple[str, ...]] = ()
-    """files whose checksums are in ``recpo.json`` (``output_directory``), the document among them"""
 
     @classmethod
     def open(cls, root: Self | Path | str) -> Self:
@@ -63,10 +61,7 @@ class Artifact:
         root = Path(root)
         cls.recognize(root)
         file = root / DOCUMENTS[cls.kind]
-        facts = cls.checked(read_json(file, cls.remedy()), file)
-        if cls.sealed:
-            verify_sealed(root, cls.sealed, cls.remedy())
-        return facts
+        return facts_in(read_json(file, cls.remedy()), file, cls.version, cls.remedy())
 
     @classmethod
     def recognize(cls, root: Any) -> None:
@@ -81,28 +76,40 @@ class Artifact:
             )
 
     @classmethod
-    def checked(cls, content: Mapping[str, Any], file: object) -> dict[str, Any]:
-        """The facts in the content of a document, which ``file`` is for messages; raises as ``facts_of``."""
-        if (found := content.get("format_version")) != cls.version:
-            raise RecpoError(
-                f"{file}: format_version {found!r}, this recpo reads {cls.version}; {cls.remedy()}",
-                code="old_format",
-                field="format_version",
-            )
-        facts = dict(content) if cls.sealed else unseal(content, file, cls.remedy())
-        del facts["format_version"]
-        return facts
+    def write_facts(cls, directory: Path, facts: Mapping[str, Any], files: Iterable[str] = ()) -> None:
+        """Writes the document into a directory whose other files are complete.
 
-    @classmethod
-    def write_facts(cls, directory: Path, facts: Mapping[str, Any]) -> None:
-        """Writes the document into a directory whose other files are complete."""
+        Args:
+            directory: where to.
+            facts: of the kind.
+            files: those whose checksums become the fact ``files``.
+        """
         content = {"format_version": cls.version, **facts}
-        write_json(directory / DOCUMENTS[cls.kind], content if cls.sealed else seal(content))
+        if checksums := {name: sha256(directory / name) for name in files}:
+            content["files"] = checksums
+        write_json(directory / DOCUMENTS[cls.kind], seal(content))
 
     @classmethod
     def remedy(cls) -> str:
         """What to do about a damaged directory; the end of a message."""
         return f"copy it again, or make it again with `{cls.made_by}`"
+
+
+def facts_in(content: Mapping[str, Any], file: object, version: int, remedy: str) -> dict[str, Any]:
+    """The facts in the content of a sealed document, which ``file`` is for messages.
+
+    Raises:
+        RecpoError: it is of another version (code ``old_format``), or was changed (``damaged``).
+    """
+    if (found := content.get("format_version")) != version:
+        raise RecpoError(
+            f"{file}: format_version {found!r}, this recpo reads {version}; {remedy}",
+            code="old_format",
+            field="format_version",
+        )
+    facts = unseal(content, file, remedy)
+    del facts["format_version"]
+    return facts
 
 
 #: The public class of every kind; its module is imported when the kind is opened.

@@ -1,12 +1,11 @@
-"""``recpo.json``: the kind of a directory that recpo wrote, and the checksums of its files and documents."""
+"""The kind of a directory that recpo wrote (``recpo.json``), and checksums of files and documents."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any, Final, Literal, get_args
 
-from recpo.artifacts.documents import read_json
 from recpo.base.errors import RecpoError
 
 
@@ -143,31 +142,3 @@ def described(kind: Kind) -> str:
 def marker(kind: Kind) -> str:
     """Content of ``recpo.json``."""
     return json.dumps({"kind": kind}) + "\n"
-
-
-def verify_sealed(directory: Path, names: Iterable[str], remedy: str) -> None:
-    """Compares files of a directory with the checksums in its ``recpo.json``.
-
-    A directory without that file is part of another output, which has its own checksums.
-
-    Args:
-        directory: written by ``output_directory`` with ``sealed``.
-        names: the files. A file without a checksum must not exist.
-        remedy: what to do if they differ; the end of the message.
-
-    Raises:
-        RecpoError: ``recpo.json`` has no checksums or was changed, or a file is missing or differs.
-    """
-    file = directory / MARKER
-    if not file.exists():
-        return
-    content = read_json(file, remedy)
-    if not isinstance(content.get("files"), dict):
-        raise RecpoError(
-            f"{file} has no checksums: it was written by an older recpo, or is damaged; {remedy}",
-            code="old_format",
-            field=file.name,
-        )
-    files = unseal(content, file, remedy)["files"]
-    wanted = [name for name in names if name in files or (directory / name).exists()]
-    verify(directory, {name: str(files.get(name)) for name in wanted}, remedy)

@@ -250,6 +250,14 @@ def validate_archive(file: Path, *, contents: bool) -> None:
                     pass
 
 
+def path_of(value: object) -> str | None:
+    """The path that a value is, or the one of a directory that recpo opened; None = neither, such as a frame."""
+    if isinstance(value, str):
+        return value
+    place = value if isinstance(value, PathLike) else getattr(value, "root", None)
+    return fspath(place) if isinstance(place, PathLike) else None
+
+
 def as_configuration(value: Any) -> Any:
     """A Python value in the form that YAML would have.
 
@@ -263,10 +271,8 @@ def as_configuration(value: Any) -> Any:
         return value
     if isinstance(value, (int, float)):
         return int(value) if isinstance(value, int) else float(value)  # also those of a range
-    if isinstance(value, PathLike):
-        return fspath(value)
-    if isinstance(root := getattr(value, "root", None), PathLike):
-        return fspath(root)
+    if (path := path_of(value)) is not None:
+        return path
     if isinstance(value, Mapping):
         return {str(name): as_configuration(part) for name, part in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

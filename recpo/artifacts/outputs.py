@@ -17,8 +17,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from recpo.artifacts.checksums import MARKER, Kind, kind_of, marker, seal, sha256
-from recpo.artifacts.documents import describe_os_error, flush, flush_tree, writing_errors
+from recpo.artifacts.checksums import MARKER, Kind, kind_of, marker
+from recpo.artifacts.documents import describe_os_error, flush, flush_tree, path_of, writing_errors
 from recpo.base.errors import RecpoError
 
 UNFINISHED: Final = ".recpo-unfinished-"
@@ -149,12 +149,7 @@ _AT_FDCWD: Final = -100
 
 @contextmanager
 def output_directory(
-    target: Path | str,
-    *,
-    kind: Kind,
-    overwrite: bool = False,
-    inputs: Iterable[object] = (),
-    sealed: Iterable[str] = (),
+    target: Path | str, *, kind: Kind, overwrite: bool = False, inputs: Iterable[object] = ()
 ) -> Iterator[Path]:
     """Yields an empty directory that becomes ``target`` when the block ends without an error.
 
@@ -167,7 +162,6 @@ def output_directory(
         kind: what the directory will be.
         overwrite: replace a ``target`` of the same kind; the old one is only removed after the new one is complete.
         inputs: files and directories that are read meanwhile; entries that are not paths (an object store) are ignored.
-        sealed: names of files whose checksums go into ``recpo.json``, for ``verify_sealed``.
 
     Raises:
         RecpoError: before anything is touched, ``target`` exists and ``overwrite`` is False; is a file, or a directory
@@ -177,10 +171,6 @@ def output_directory(
     place = validate_output_directory(target, kind=kind, overwrite=overwrite, inputs=inputs)
     with writing_errors(place), parents(place), _claimed(place, target, kind, overwrite) as working:
         yield working
-        if names := [name for name in sealed if (working / name).is_file()]:
-            content = seal({"kind": kind, "files": {name: sha256(working / name) for name in names}})
-            with output_file(working / MARKER) as whole:  # half a marker would make it a foreign directory
-                whole.write_text(json.dumps(content) + "\n", encoding="utf-8")
         flush_tree(working)
         _publish(working, place, target, kind, overwrite)
 
@@ -273,9 +263,7 @@ def _check_directory(place: Path, target: Path | str, kind: Kind, overwrite: boo
 
 
 def _check_inputs(place: Path, target: Path | str, inputs: Iterable[object]) -> None:
-    for given in inputs:
-        if not isinstance(given, (str, Path)):
-            continue
+    for given in filter(None, map(path_of, inputs)):
         source = Path(os.path.realpath(given))
         for is_so, what in (
             (place == source, "is an input and would be overwritten: choose another output"),

@@ -19,14 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import verify_sealed
+from recpo.artifacts.checksums import verify
 from recpo.base.errors import RecpoError
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CODES, MANIFEST, CODEBOOKS = "codes.parquet", "manifest.json", "codebooks.safetensors"
-FILES = (CODES, MANIFEST, CODEBOOKS)
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Codes(Artifact):
     """
 
     kind: ClassVar = "codes"
-    version: ClassVar = 2
+    version: ClassVar = 3
     made_by: ClassVar = "recpo tokenize"
 
     codes: np.ndarray
@@ -102,8 +101,9 @@ class Codes(Artifact):
     @classmethod
     def _read(cls, root: Path) -> Self:
         manifest = cls.facts_of(root)
-        verify_sealed(root, [CODES], cls.remedy())
         try:
+            files = manifest["files"]  # a run has no copy of the codebooks
+            verify(root, {name: files[name] for name in files if (root / name).exists() or name == CODES}, cls.remedy())
             sizes = tuple(int(size) for size in manifest["codebook_sizes"])
             columns = pq.read_table(root / CODES, columns=[f"code_{level}" for level in range(len(sizes))])
             codes = np.stack([column.to_numpy() for column in columns.columns], 1).astype(np.int64)
@@ -112,7 +112,7 @@ class Codes(Artifact):
             raise RecpoError(f"{root} is damaged ({error!r}): {cls.remedy()}", code="damaged", field="codes") from error
 
     def save(self, root: Path, item_ids: pa.ChunkedArray | pa.Array, description: dict[str, Any]) -> None:
-        """Writes ``codes.parquet`` and, last, ``manifest.json`` into the existing directory ``root``.
+        """Writes ``codes.parquet`` and, last, ``manifest.json`` into the directory ``root``, which may have codebooks.
 
         Args:
             root: the directory.
@@ -127,4 +127,4 @@ class Codes(Artifact):
             "codebook_sizes": list(self.codebook_sizes),
             "catalog_checksum": self.catalog_checksum,
         }
-        self.write_facts(root, manifest | description)
+        self.write_facts(root, manifest | description, [name for name in (CODES, CODEBOOKS) if (root / name).exists()])

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -206,17 +205,12 @@ def command(verb: str, *words: object) -> str:
     return shlex.join(["recpo", verb, *map(str, words)])
 
 
-def path_of(given: object) -> str:
-    """The path of an input: a directory that recpo wrote, or its path."""
-    return str(given if isinstance(given, str | PathLike) else getattr(given, "root", given))
-
-
 def configuration(name: str, here: Path = Path()) -> str:
     """Path of an objective's configuration: the one that ``recpo init`` wrote for the log, or recpo's own."""
     return name if (here / name).is_file() else str(configurations(here) / name)
 
 
-def evaluation_of(run: object, prepared: str) -> str:
+def evaluation_of(run: object, prepared: object) -> str:
     """The command that evaluates a run."""
     return command("evaluate", "--prepared", prepared, "--contenders", run, "--out", "runs/evaluation")
 

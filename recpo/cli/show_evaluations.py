@@ -7,22 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.documents import path_of
 from recpo.base.errors import GateClosedError
-from recpo.cli.output import (
-    VerbResult,
-    command,
-    configuration,
-    decimals,
-    evaluation_of,
-    path_of,
-    say,
-    show_tables,
-    table,
-    warn,
-)
+from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, say, show_tables, table, warn
 from recpo.evaluation.evaluation import Evaluation, VariantEvaluation
+from recpo.evaluation.html_report.parts import leaderboard_table
 from recpo.evaluation.html_report.view import EvaluationView, variants_tables
-from recpo.evaluation.reading import Document, best_by_value
+from recpo.evaluation.reading import Document, best_by_value, ends_of
 from recpo.training.learned_reward import CALIBRATION
 
 if TYPE_CHECKING:
@@ -113,9 +104,9 @@ def _comparison_rows(document: Document) -> Iterator[tuple[str, ...]]:
             difference = _interval_text(*(row["difference"][end] for end in ("value", "low", "high")))
             yield (f"value, {name}", *(decimals(row[side]["value"]) for side in ("old", "new")), difference)
     for name, row in document["ranking"].items():
-        mean, half = row["difference"]["mean"], row["difference"]["half_width"]
-        ends = (None, None) if mean is None or half is None else (mean - half, mean + half)
-        yield (name, *(decimals(row[side]["mean"]) for side in ("old", "new")), _interval_text(mean, *ends))
+        mean = row["difference"]["mean"]
+        difference = _interval_text(mean, *ends_of(mean, row["difference"]["half_width"]))
+        yield (name, *(decimals(row[side]["mean"]) for side in ("old", "new")), difference)
     old, new = document["lists"]["old"], document["lists"]["new"]
     for name in (one for one, value in old.items() if not isinstance(value, int)):
         yield (name, decimals(old[name]), decimals(new[name]), "")
@@ -190,8 +181,6 @@ def show_fit(verb: fit.Fit, done: fit.Decision) -> VerbResult:
 
 def show_decision(done: fit.Decision) -> None:
     """Prints the leaderboard and the answer."""
-    from recpo.verbs.fit import leaderboard_table  # here, because other verbs print without it
-
     show_tables("contenders, the best first", leaderboard_table(done.facts))
     warn(done.facts["advice"])
     print(f"ship {done.chosen}: {done.reason}")

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import recpo
 from recpo.artifacts.checksums import kind_of
+from recpo.artifacts.documents import path_of
 from recpo.base.errors import RecpoError
 from recpo.base.features import SIDES, Categories, Category, Feature, Vector
 from recpo.base.feedback import FEEDBACK_KINDS
-from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, path_of, say, table, warn
+from recpo.cli.output import VerbResult, command, configuration, decimals, evaluation_of, say, table, warn
 from recpo.log.schema import FlagColumn, LogColumns, columns_to_json, name_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ and lists, targets and baselines use only candidates.
 
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike, fspath
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recpo.artifacts.documents import path_of
 from recpo.base.errors import RecpoError
 from recpo.base.frames import FrameOrPath, first_values, id_column, optional_times, read_frame, require_columns
 from recpo.log.id_map import IdMap
@@ -51,11 +51,6 @@ class CandidateTable:
     item_id: str = ITEM_ID
     available_from: str | None = None
     available_until: str | None = None
-
-    @property
-    def path(self) -> str | None:
-        """The path of the table; None = it is a frame in memory."""
-        return fspath(self.source) if isinstance(self.source, str | PathLike) else None
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ def table_of(given: Given) -> CandidateTable | None:
     """The table; None for "all" and for the times of the prepared data."""
     if given is None or isinstance(given, CandidateTable):
         return given
-    return None if isinstance(given, str | PathLike) and fspath(given) == ALL else CandidateTable(given)
+    return None if path_of(given) == ALL else CandidateTable(given)
 
 
 def candidates_of(data: Prepared, split: HeldOut, given: Given) -> Candidates | None:
@@ -141,7 +136,7 @@ def candidates_of(data: Prepared, split: HeldOut, given: Given) -> Candidates | 
     available = data.item_ids().available if given is None else None
     if table is not None:
         times, until = _read(table, data)
-        source = table.path or "a frame in memory"
+        source = path_of(table.source) or "a frame in memory"
     elif available is not None:
         times, until = (np.insert(limits, 0, limit) for limits, limit in zip(available, (ALWAYS, NEVER), strict=True))
         source = "availability of the items in the prepared data"
@@ -192,7 +187,7 @@ def internal_ids(known: IdMap, values: pa.Array, column: str, name: str) -> NDAr
 
 def _read(table: CandidateTable, data: Prepared) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``available_from`` and ``available_until`` ``[V + 1]``."""
-    name = table.path or "candidates"
+    name = path_of(table.source) or "candidates"
     frame, size = read_frame(table.source, name), data.num_items + 1
     require_columns(frame, [one for one in (table.available_from, table.available_until) if one is not None], name)
     ids = id_column(frame, table.item_id, name)

@@ -8,7 +8,7 @@ one do not agree at all.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from recpo.evaluation.estimates import as_json, estimate
 from recpo.evaluation.reading import Document, ends_of, off_policy_of
 from recpo.ops.ranking import is_member
 
-COMPARE: Final = "compare.json"
 OLD, NEW = "old", "new"
 
 _GATED_ESTIMATOR = "SNIPS"
@@ -36,9 +35,8 @@ class Comparison(Artifact):
     """
 
     kind: ClassVar = "comparison"
-    version: ClassVar = 2
+    version: ClassVar = 3
     made_by: ClassVar = "recpo compare"
-    sealed: ClassVar = (COMPARE,)
 
     document: Document
     path: Path | None = None

@@ -6,7 +6,6 @@ the effect of diversity, caps and calibration in the same tables as the lists th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol, Self, get_args
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recpo.artifacts.checksums import sha256
+from recpo.artifacts.documents import path_of
 from recpo.base.errors import PositiveFloat, RecpoError, validate_ranges
 from recpo.base.features import Reads
 from recpo.base.feedback import UNKNOWN
@@ -251,11 +251,6 @@ class Lists:
             raise RecpoError(message, code="bad_value", field="contenders")
         return cls(name, file)
 
-    @property
-    def path(self) -> str | None:
-        """The path of the lists; None = they are a frame in memory."""
-        return fspath(self.source) if isinstance(self.source, str | PathLike) else None
-
 
 class ListedItems(NamedTuple):
     """The lists of all known users, best first, as one table with offsets.
@@ -280,9 +275,10 @@ def lists_contender(given: Lists, data: Prepared, ks: Sequence[int]) -> Contende
         RecpoError: see ``read_lists``.
     """
     listed = read_lists(given, data)
-    facts: dict[str, Any] = {"kind": "lists", "path": given.path or "a frame in memory"}
-    if given.path is not None and Path(given.path).is_file():
-        facts["sha256"] = sha256(Path(given.path))
+    path = path_of(given.source)
+    facts: dict[str, Any] = {"kind": "lists", "path": path or "a frame in memory"}
+    if path is not None and Path(path).is_file():
+        facts["sha256"] = sha256(Path(path))
 
     def load() -> Recommender:
         answers = _Answers(listed, tuple(ks), data.num_items)
@@ -305,7 +301,7 @@ def read_lists(given: Lists, data: Prepared) -> ListedItems:
     """
     import pandas as pd  # imports 35 MB, and only lists need it
 
-    name = given.path or f"lists {given.name}"
+    name = path_of(given.source) or f"lists {given.name}"
     users_known, items_known = IdMap(data.table("users.parquet", [USER_ID]).column(0).combine_chunks()), data.item_ids()
     table = _table(given, {USER_ID: users_known.type, ITEM_ID: items_known.type})
     users, items = (id_column(table, column, name) for column in (USER_ID, ITEM_ID))
@@ -344,19 +340,19 @@ def read_lists(given: Lists, data: Prepared) -> ListedItems:
 
 def _table(given: Lists, ids: Mapping[str, pa.DataType]) -> pa.Table:
     """Reads the used columns; the ids of a CSV file in their type in the log, so that 007 keeps its zeros."""
-    if given.path is None:
+    if (path := path_of(given.source)) is None:
         return to_arrow(given.source, f"lists {given.name}")  # type: ignore[arg-type]  # no path
     types = {**ids, RANK: pa.float64(), SCORE: pa.float64()}
     csv = ds.CsvFileFormat(convert_options=pyarrow.csv.ConvertOptions(column_types=types))
     try:
-        found = ds.dataset(given.path, format=csv if given.path.endswith(_CSV) else "parquet")
-        require_columns(found.schema, [USER_ID, ITEM_ID], given.path)
+        found = ds.dataset(path, format=csv if path.endswith(_CSV) else "parquet")
+        require_columns(found.schema, [USER_ID, ITEM_ID], path)
         used = [column for column in (USER_ID, ITEM_ID, RANK, SCORE) if column in found.schema.names]
-        return to_arrow(found.to_table(columns=used), given.path)
+        return to_arrow(found.to_table(columns=used), path)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        message = f"{given.path}: expected lists in a Parquet file, a directory of them, or a CSV file ({reason})"
-        raise RecpoError(message, code="wrong_file", field=given.path) from error
+        message = f"{path}: expected lists in a Parquet file, a directory of them, or a CSV file ({reason})"
+        raise RecpoError(message, code="wrong_file", field=path) from error
 
 
 def _order(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray | None]:

@@ -9,7 +9,7 @@ import pandas as pd
 import yaml
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import Kind
+from recpo.artifacts.checksums import Kind, verify
 from recpo.artifacts.documents import read_yaml
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
@@ -34,9 +34,8 @@ class Evaluation(Artifact):
     """
 
     kind: ClassVar[Kind] = "evaluation"
-    version: ClassVar = 7
+    version: ClassVar = 8
     made_by: ClassVar = "recpo evaluate"
-    sealed: ClassVar = (METRICS, RESOLVED)
 
     document: Document = field(repr=False)
     options: Mapping[str, Any] = field(repr=False)
@@ -44,7 +43,9 @@ class Evaluation(Artifact):
 
     @classmethod
     def _read(cls, root: Path) -> Self:
-        return cls(cls.facts_of(root), read_yaml(root / RESOLVED, cls.remedy()), root)
+        document = cls.facts_of(root)
+        verify(root, document.pop("files"), cls.remedy())
+        return cls(document, read_yaml(root / RESOLVED, cls.remedy()), root)
 
     @property
     def report(self) -> Path | None:
@@ -74,16 +75,16 @@ class Evaluation(Artifact):
             RecpoError: it exists and ``overwrite`` is False.
         """
         root = Path(path)
-        with output_directory(root, kind=self.kind, overwrite=overwrite, sealed=self.sealed) as partial:
+        with output_directory(root, kind=self.kind, overwrite=overwrite) as partial:
             self.write_files(partial)
         return replace(self, path=root)
 
     def write_files(self, directory: Path) -> None:
         """Writes the files of an evaluation into an empty directory, which the caller then moves into place."""
-        self.write_facts(directory, self.document)
         (directory / REPORT).write_text(self.html(), encoding="utf-8")
         text = yaml.safe_dump(dict(self.options), sort_keys=False, allow_unicode=True)
         (directory / RESOLVED).write_text(text, encoding="utf-8")
+        self.write_facts(directory, self.document, [RESOLVED])
 
     def to_pandas(self, rows: Rows = "metrics") -> pd.DataFrame:
         """The numbers as a frame.
@@ -156,7 +157,7 @@ class VariantEvaluation(Evaluation):
     """The variants of a served log: ``document`` is that of ``recpo.evaluation.variants.variants_document``."""
 
     kind: ClassVar[Kind] = "variants"
-    version: ClassVar = 1
+    version: ClassVar = 2
     made_by: ClassVar = "recpo evaluate --log LOG --by variant"
 
     def to_pandas(self, rows: Rows = "metrics") -> pd.DataFrame:

@@ -40,6 +40,8 @@ INTERLEAVED: Final = "interleaved"
 
 
 FloatArray = NDArray[np.float64]
+#: Error probability of confidence sequences, unless another one is given.
+ALPHA: Final = 0.05
 #: Clusters before which the normal approximation is not used.
 FIRST_LOOK: Final = 100
 _LARGEST_BET = 0.5
@@ -71,7 +73,7 @@ class EmpiricalBernstein:
         RecpoError: ``alpha`` is outside (0, 1).
     """
 
-    def __init__(self, shape: tuple[int, ...] = (), *, alpha: float = 0.05) -> None:
+    def __init__(self, shape: tuple[int, ...] = (), *, alpha: float = ALPHA) -> None:
         validate_range(0 < alpha < 1, "alpha", "must be between 0 and 1", alpha)
         self._log = math.log(2 / alpha)
         self.count = 0
@@ -138,7 +140,7 @@ class ClusteredMean(NamedTuple):
         """Half-width of the ordinary 95 % interval, which holds if one looks once."""
         return Z95 * self.error
 
-    def sequence_half_width(self, *, alpha: float = 0.05, tightest: int = 2000) -> float:
+    def sequence_half_width(self, *, alpha: float = ALPHA, tightest: int = 2000) -> float:
         """Half-width of the confidence sequence; infinite before the first look, see ``anytime_half_width``."""
         return float(anytime_half_width(self.error, self.users, alpha=alpha, tightest=tightest))
 
@@ -162,7 +164,7 @@ def clustered_mean(sums: ArrayLike, counts: ArrayLike) -> ClusteredMean:
     return ClusteredMean(mean, error, int(total), users)
 
 
-def anytime_half_width(error: ArrayLike, count: ArrayLike, *, alpha: float = 0.05, tightest: int = 2000) -> FloatArray:
+def anytime_half_width(error: ArrayLike, count: ArrayLike, *, alpha: float = ALPHA, tightest: int = 2000) -> FloatArray:
     """Half-width of the asymptotic confidence sequence of a mean (Waudby-Smith et al., arXiv 2103.06476, theorem 2.2).
 
         error sqrt((1 + 1 / (t r)) log((t r + 1) / alpha^2)),    r = (-2 log alpha + log(-2 log alpha) + 1) / tightest
@@ -273,40 +275,27 @@ class PerUser:
         return clustered_mean(np.fromiter(self._sums.values(), float), np.fromiter(self._counts.values(), float))
 
 
-def variants_document(
-    log: Path | str,
-    *,
-    control: str | None = None,
-    dislike_cost: float = 1.0,
-    alpha: float = 0.05,
-    experiment: str | None = None,
-) -> dict[str, Any]:
-    """Every number of ``recpo evaluate --by variant``, as JSON values.
+def variants_document(log: Path | str, *, control: str | None = None, dislike_cost: float = 1.0) -> dict[str, Any]:
+    """Every number of ``recpo evaluate --by variant``, of the latest experiment in the log, as JSON values.
 
     ``variants``: name, users, impressions, value and dislikes per impression, and their differences to the control;
-    ``preference``: of the second variant of interleaved
-    lists, null without them; ``warnings``. A number is ``mean``, ``half_width`` of the ordinary 95 % interval over
-    users, and ``sequence`` of the confidence sequence, [low, high], null before 100 users.
+    ``preference``: of the second variant of interleaved lists, null without them; ``warnings``. A number is ``mean``,
+    ``half_width`` of the ordinary 95 % interval over users, and ``sequence`` of the confidence sequence, [low, high],
+    null before 100 users.
 
     Args:
         log: directory of a log of ``recpo serve --variant``.
         control: name of the variant that others are compared with; None = the one with most impressions.
         dislike_cost: what a dislike subtracts from the value.
-        alpha: error probability of the confidence sequences.
-        experiment: name of the experiment; None = the latest one in the log.
 
     Raises:
-        RecpoError: there is no log with variants, or no such experiment or control.
+        RecpoError: there is no log with variants, or no such control.
     """
     table = read_log(log)
     if not len(table):
         raise RecpoError(f"{log} has no row of a variant", code="empty", field="log")
-    latest = table["experiment"][int(pc.index(table["timestamp"], pc.max(table["timestamp"])).as_py())].as_py()
+    chosen = table["experiment"][int(pc.index(table["timestamp"], pc.max(table["timestamp"])).as_py())].as_py()
     known, warnings = sorted(pc.unique(table["experiment"]).to_pylist()), []
-    if experiment is not None and experiment not in known:
-        message = f"{log} has no experiment {experiment!r}, it has {', '.join(known)}"
-        raise RecpoError(message, code="unknown_name", field="experiment")
-    chosen = experiment or latest
     if others := [name for name in known if name != chosen]:
         warnings.append(f"The log has further experiments, which are left out: {', '.join(others)}.")
     found = slates(table.filter(pc.equal(table["experiment"], chosen)), dislike_cost=dislike_cost)
@@ -320,21 +309,21 @@ def variants_document(
     for name in most:
         value, dislikes = means[name]
         row: dict[str, Any] = {"variant": name, "users": value.users, "impressions": value.impressions}
-        row["value"], row["dislikes"] = _as_json(value, alpha), _as_json(dislikes, alpha)
-        bounds = EmpiricalBernstein(alpha=alpha)
+        row["value"], row["dislikes"] = _as_json(value), _as_json(dislikes)
+        bounds = EmpiricalBernstein()
         bounds.update(found[name].disliked)
         row["dislikes"]["sequence"] = [float(bounds.low), float(bounds.high)]
         if name != control and control is not None:
-            row["difference"] = _as_json(value - means[control][0], alpha)
-            row["dislikes_difference"] = _as_json(dislikes - means[control][1], alpha)
+            row["difference"] = _as_json(value - means[control][0])
+            row["dislikes_difference"] = _as_json(dislikes - means[control][1])
         rows.append(row)
     return {
         "experiment": chosen,
         "control": control,
         "dislike_cost": dislike_cost,
-        "alpha": alpha,
+        "alpha": ALPHA,
         "variants": rows,
-        "preference": None if interleaved is None else _preference(interleaved, _teams(table, chosen), alpha),
+        "preference": None if interleaved is None else _preference(interleaved, _teams(table, chosen)),
         "warnings": warnings,
         "recpo_version": __version__,
     }
@@ -354,16 +343,16 @@ def _teams(table: pa.Table, experiment: str) -> Sequence[str]:
     return names
 
 
-def _preference(of: Slates, teams: Sequence[str], alpha: float) -> dict[str, Any]:
+def _preference(of: Slates, teams: Sequence[str]) -> dict[str, Any]:
     """How much more the items of the second variant are worth in lists that show both."""
     found = _mean(of, of.preference)
     wins, losses = float((of.preference > 0).mean()), float((of.preference < 0).mean())
     document = {"of": teams[-1], "over": teams[0], "users": found.users, "impressions": found.impressions}
-    return document | _as_json(found, alpha) | {"wins": wins, "losses": losses}
+    return document | _as_json(found) | {"wins": wins, "losses": losses}
 
 
-def _as_json(found: ClusteredMean, alpha: float) -> dict[str, Any]:
-    half = found.sequence_half_width(alpha=alpha)
+def _as_json(found: ClusteredMean) -> dict[str, Any]:
+    half = found.sequence_half_width()
     sequence = None if math.isinf(half) else [found.mean - half, found.mean + half]
     half_width = None if math.isnan(found.error) else found.half_width
     return {"mean": found.mean, "half_width": half_width, "sequence": sequence}

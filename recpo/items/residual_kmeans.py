@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recpo.artifacts.checksums import verify_sealed
 from recpo.artifacts.documents import write_tensors
 from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.errors import PositiveInt, RecpoError, validate_range, validate_ranges
@@ -91,7 +90,7 @@ class Codebooks:
 
     @classmethod
     def load(cls, root: Path) -> Self:
-        """Reads them back.
+        """Reads them back; ``Codes.open`` has verified the file.
 
         Raises:
             RecpoError: the directory has no codebooks (its codes came from a file), or the file is damaged.
@@ -103,7 +102,6 @@ class Codebooks:
                 code="missing_file",
                 field=CODEBOOKS,
             )
-        verify_sealed(Path(root), [CODEBOOKS], "run `recpo tokenize` again")
         try:
             return cls(**load_file(file))
         except (SafetensorError, TypeError) as error:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.artifact import Artifact, facts_in
 from recpo.artifacts.checksums import is_inside, sha256
 from recpo.artifacts.documents import describe_os_error, parse_json
 from recpo.base.errors import Code, RecpoError, first_line
@@ -133,7 +133,7 @@ class Prepared(Artifact):
         root = locate(root)
         cls.recognize(root)
         file = root / MANIFEST
-        opened = cls(root, cls.checked(parse_json(_read(file), file, cls.remedy()), file))
+        opened = cls(root, facts_in(parse_json(_read(file), file, cls.remedy()), file, cls.version, cls.remedy()))
         opened._check_names()
         opened._check_sizes()
         if isinstance(root, Path):  # in an object store, files are verified when they are read

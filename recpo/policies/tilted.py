@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -28,6 +28,8 @@ from recpo.policies.encoder import readable_ids
 from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, validate_temperature
 from recpo.policies.sampling import HISTORIES_AT_ONCE, planned_items, prefixes, scoring_plan, spread
 
+T = TypeVar("T")
+
 
 class OnBase(Policy):
     """A policy that tilts another one, its base, by a second model, and passes on to both what it receives.
@@ -40,8 +42,8 @@ class OnBase(Policy):
     base: Policy
     temperature: float
     _second: ClassVar[str]
-    _keeps = False
-    _kept: tuple[Any, ...] = ()  # what was read of these histories, at any temperature
+    _kept: dict[tuple[object, ...], tuple[Histories, Any]] | None = None
+    """Within ``keeping_histories``, what was read of histories, at any temperature; beside them, so that ids stay."""
 
     def __init__(
         self, num_items: int, base: Callable[[int], Policy], second: GradeFactors | BaselinePolicy, temperature: float
@@ -87,24 +89,26 @@ class OnBase(Policy):
 
         ``temperature`` may change between calls, and weights may not. Histories are the same if they are one object.
         """
-        self._keeps = True
+        self._kept = {}
         try:
             yield
         finally:
-            self._keeps, self._kept = False, ()
+            self._kept = None
+
+    def _once(self, read: Callable[[], T], histories: Histories, *how: object) -> T:
+        """What ``read`` reads of histories; within ``keeping_histories`` once for each ``how``, tensors by value."""
+        if self._kept is None:
+            return read()
+        key = (id(histories), *(one.cpu().numpy().tobytes() if isinstance(one, Tensor) else one for one in how))
+        if key not in self._kept:
+            self._kept[key] = histories, read()
+        found: T = self._kept[key][1]
+        return found
 
     def _read_as_base(self) -> None:
         base = self.base
         self.reads = base.reads | self.second.reads
         self.reads_timestamps, self.reads_item_features = base.reads_timestamps, base.reads_item_features
-
-
-class _Read(NamedTuple):
-    """Histories, the base's states after them, and ``GradeFactors.fold_in``: the same at every temperature."""
-
-    histories: Histories
-    of_base: Tensor
-    users: Tensor
 
 
 class TiltedPolicy(OnBase, StatePolicy):
@@ -246,12 +250,10 @@ class TiltedPolicy(OnBase, StatePolicy):
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
         readable_ids(histories, self.max_history)
-        read: _Read | None = next((one for one in self._kept if one.histories is histories), None)
-        if read is None:
-            states = self.base.last_states(histories.recent(self.base.max_history))
-            read = _Read(histories, states, self.factors.fold_in(histories))
-            self._kept = (read,) if self._keeps else ()
-        return self._joined(read.of_base, read.users)
+        return self._joined(*self._once(lambda: self._read(histories), histories))
+
+    def _read(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        return self.base.last_states(histories.recent(self.base.max_history)), self.factors.fold_in(histories)
 
     def _states_at(self, histories: Histories, rows: Tensor) -> Tensor:
         """The states ``[N, d]`` of the prefixes ``rows``: ``context * (H + 1) + visible``."""
@@ -283,24 +285,6 @@ class _Ranked(NamedTuple):
     base: Tensor
     scores: Tensor
     lse: Tensor
-
-
-class _Listed(NamedTuple):
-    """What the base lists after histories, and what the second model knows of them: the same at every temperature."""
-
-    histories: Histories
-    size: int
-    exclude: Tensor | None
-    listed: Recommendations
-    known: Tensor
-
-    def is_of(self, histories: Histories, size: int, exclude: Tensor | None) -> bool:
-        """Whether it is what these arguments give."""
-        if self.histories is not histories or self.size != size:
-            return False
-        if self.exclude is None or exclude is None:
-            return self.exclude is exclude
-        return torch.equal(self.exclude, exclude)
 
 
 class _Reranked(OnBase):
@@ -384,16 +368,15 @@ class _Reranked(OnBase):
 
     def _ranked(self, histories: Histories, size: int | None = None, exclude: Tensor | None = None) -> _Ranked:
         size = min(self.num_items, self.candidates if size is None else size)
-        kept: _Listed | None = next((one for one in self._kept if one.is_of(histories, size, exclude)), None)
-        if kept is None:
-            listed = self.base.recommend(histories.recent(self.base.max_history), size, exclude)
-            kept = _Listed(histories, size, exclude, listed, self._known(histories))
-            self._kept = (*self._kept, kept) if self._keeps else ()
-        listed, known = kept.listed, kept.known
+        listed, known = self._once(lambda: self._read(histories, size, exclude), histories, size, exclude)
         scores = listed.scores + self._gains(known, listed.item_ids) / self.temperature
         # finite even if no item remains
         lse = scores.logsumexp(1).clamp_min(torch.finfo(scores.dtype).min)
         return _Ranked(known, listed.item_ids, listed.scores, scores, lse)
+
+    def _read(self, histories: Histories, size: int, exclude: Tensor | None) -> tuple[Recommendations, Tensor]:
+        """What the base lists after histories, and what the second model knows of them."""
+        return self.base.recommend(histories.recent(self.base.max_history), size, exclude), self._known(histories)
 
     def _log_prob_of(self, items: Tensor, state: Tensor, ranked: _Ranked, histories: Histories, rows: Tensor) -> Tensor:
         """Log-probabilities ``[N, T]`` of items ``[N]``, each after its own prefix."""

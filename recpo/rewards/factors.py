@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import sha256, verify
+from recpo.artifacts.checksums import verify
 from recpo.artifacts.documents import write_tensors
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
@@ -333,9 +333,8 @@ class Factors(Artifact):
             "features": self.features.to_json(),
             "feature_checksums": dict(self.feature_checksums),
             "facts": dict(self.facts),
-            "files": {_TENSORS: sha256(directory / _TENSORS)},
         }
-        self.write_facts(directory, content)
+        self.write_facts(directory, content, [_TENSORS])
 
     @classmethod
     def _read(cls, root: Path) -> Self:

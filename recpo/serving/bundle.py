@@ -37,7 +37,7 @@ from recpo.base.frames import Frame
 from recpo.log.id_map import IdMap
 from recpo.serving import recommending
 from recpo.serving.histories import EncodedHistories, HistoryReader, Request
-from recpo.serving.manifest import ITEMS, REMEDY, WEIGHTS, BundleManifest, readable
+from recpo.serving.manifest import ITEMS, WEIGHTS, BundleManifest, readable
 from recpo.serving.runtimes import CPU_PROVIDER, EngineName, IndexRuntime, OnnxRuntime, Runtime
 
 
@@ -106,7 +106,7 @@ class Bundle:
     def features(self) -> PolicyFeatures:
         """The fitted features that the policy reads."""
         manifest = self.manifest
-        return PolicyFeatures.load(self.root, manifest.features, manifest.behaviors, remedy=REMEDY)
+        return PolicyFeatures.load(self.root, manifest.features, manifest.behaviors, remedy=manifest.remedy())
 
     @cached_property
     def filters(self) -> recommending.ItemFilters:

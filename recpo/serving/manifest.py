@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import numpy as np
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import MARKER, sha256, verify
+from recpo.artifacts.checksums import MARKER, verify
 from recpo.base.errors import RecpoError
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Reads, Vector, of_type
 from recpo.base.feedback import FeedbackDefinition
@@ -38,7 +38,6 @@ WEIGHTS = "policy.safetensors"
 CODES = "codes"
 INDEX = "index.faiss"
 VECTORS = "vectors.npy"
-REMEDY = "copy or export the bundle again"
 _PRECISIONS = ("float32", "float16", "int8")
 _SIZES = ("num_items", "max_history", "k")
 _TYPES: dict[str, type] = {  # of the facts, as JSON has them
@@ -116,10 +115,9 @@ class BundleManifest(Artifact):
 
     def write(self, root: Path) -> None:
         """Completes a bundle: adds the SHA-256 of every file in ``root`` and of the manifest itself."""
-        files = {name: sha256(root / name) for name in sorted(_visible(root) - {MANIFEST, MARKER})}
         features, feedback = self.features.to_json(), self.feedback.to_json()
-        parts = {"features": features, "feedback": feedback, "files": files, "program": program_interface(self)}
-        self.write_facts(root, vars(self) | parts)
+        parts = {"features": features, "feedback": feedback, "program": program_interface(self)}
+        self.write_facts(root, vars(self) | parts, _visible(root) - {MANIFEST, MARKER})
 
     @classmethod
     def read(cls, root: Path) -> BundleManifest:
@@ -131,7 +129,7 @@ class BundleManifest(Artifact):
         root = Path(root)
         content = cls.facts_of(root)
         manifest = cls._parsed(content, root / MANIFEST)
-        verify(root, manifest.files, REMEDY)
+        verify(root, manifest.files, cls.remedy())
         if unlisted := _visible(root) - {MANIFEST, MARKER, *manifest.files}:
             message = f"{root / min(unlisted)} is no file of this bundle (it has no checksum): remove it"
             raise RecpoError(message, code="untrusted", field=min(unlisted))
@@ -140,7 +138,7 @@ class BundleManifest(Artifact):
     @classmethod
     def _parsed(cls, content: dict[str, Any], path: Path) -> BundleManifest:
         def damaged(what: str, field: str) -> RecpoError:
-            return RecpoError(f"{path} is damaged: {what}; {REMEDY}", code="damaged", field=field)
+            return RecpoError(f"{path} is damaged: {what}; {cls.remedy()}", code="damaged", field=field)
 
         found: dict[str, Any] = {name: content.get(name) for name in _TYPES}
         for name, kind in _TYPES.items():
@@ -167,7 +165,7 @@ class BundleManifest(Artifact):
 
 
 @contextmanager
-def readable(file: Path, *errors: type[Exception], remedy: str = REMEDY) -> Iterator[None]:
+def readable(file: Path, *errors: type[Exception], remedy: str = BundleManifest.remedy()) -> Iterator[None]:
     """Turns errors of a library that reads a file of a bundle into one that names the file."""
     try:
         yield

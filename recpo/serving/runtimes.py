@@ -23,7 +23,6 @@ from recpo.serving.histories import EncodedHistories, PerUser
 from recpo.serving.manifest import (
     INDEX,
     ONNX_PROGRAM,
-    REMEDY,
     VECTORS,
     BundleManifest,
     ProgramInput,
@@ -234,13 +233,14 @@ class ItemIndex:
             vectors = np.load(root / VECTORS, mmap_mode="r", allow_pickle=False)
         known = isinstance(index, faiss.IndexIVF) and index.metric_type == faiss.METRIC_INNER_PRODUCT
         if not known or vectors.dtype != np.float32 or vectors.shape != (index.ntotal + 1, index.d):
-            message = f"{root / INDEX} and {VECTORS} do not belong together: {REMEDY}"
+            message = f"{root / INDEX} and {VECTORS} do not belong together: {manifest.remedy()}"
             raise RecpoError(message, code="mismatch", field=VECTORS)
         if index.ntotal != manifest.num_items:
-            message = f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {REMEDY}"
+            message = f"{root / INDEX} has {index.ntotal} items, the bundle {manifest.num_items}: {manifest.remedy()}"
             raise RecpoError(message, code="mismatch", field=INDEX)
         if not _lists_every_item(faiss, index):
-            raise RecpoError(f"{root / INDEX} does not list every item once: {REMEDY}", code="damaged", field="lists")
+            message = f"{root / INDEX} does not list every item once: {manifest.remedy()}"
+            raise RecpoError(message, code="damaged", field="lists")
         return cls(index, vectors, facts["probes"], facts["oversampling"] * manifest.k)
 
     def search(

@@ -33,7 +33,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
 from recpo.artifacts.artifact import Artifact
-from recpo.artifacts.checksums import kind_of, sha256, verify
+from recpo.artifacts.checksums import kind_of, verify
 from recpo.artifacts.documents import describe_os_error, read_json, read_yaml
 from recpo.artifacts.outputs import output_file, write_json
 from recpo.base.contracts import Policy
@@ -88,7 +88,6 @@ class Run(Artifact):
     ITEMS: ClassVar = "items.parquet"
     FEEDBACK: ClassVar = "feedback.json"
     CODES: ClassVar = "codes"
-    REMEDY: ClassVar = "copy the whole run again, or train it again"
 
     root: Path
     num_items: int
@@ -142,12 +141,12 @@ class Run(Artifact):
         Raises:
             RecpoError: a file is missing or has changed.
         """
-        verify(self.root, {name: self.files[name] for name in files}, Run.REMEDY)
+        verify(self.root, {name: self.files[name] for name in files}, Run.remedy())
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
         """Every option of the run, from ``resolved.yaml``; item codes are the ones in the run."""
-        content: dict[str, Any] = read_yaml(self.root / Run.RESOLVED, Run.REMEDY)
+        content: dict[str, Any] = read_yaml(self.root / Run.RESOLVED, Run.remedy())
         policy = content.get("policy", {})
         if (self.root / Run.CODES).is_dir():
             # a tilted policy has the codes of its base
@@ -190,7 +189,7 @@ class Run(Artifact):
     @cached_property
     def origin(self) -> dict[str, Any]:
         """The inputs of the run, with checksums, from ``origin.json``."""
-        content: dict[str, Any] = read_json(self.root / Run.ORIGIN, Run.REMEDY)
+        content: dict[str, Any] = read_json(self.root / Run.ORIGIN, Run.remedy())
         return content
 
     @property
@@ -207,12 +206,12 @@ class Run(Artifact):
     def feedback(self) -> FeedbackDefinition:
         """How feedback levels are computed from raw events."""
         return FeedbackDefinition.from_json(
-            read_json(self.root / Run.FEEDBACK, Run.REMEDY), str(self.root / Run.FEEDBACK)
+            read_json(self.root / Run.FEEDBACK, Run.remedy()), str(self.root / Run.FEEDBACK)
         )
 
     @cached_property
     def _features(self) -> dict[str, Any]:
-        return read_json(self.root / FEATURE_SCHEMA, Run.REMEDY) if FEATURE_SCHEMA in self.files else {}
+        return read_json(self.root / FEATURE_SCHEMA, Run.remedy()) if FEATURE_SCHEMA in self.files else {}
 
     @property
     def feature_schema(self) -> FeatureSchema:
@@ -230,7 +229,7 @@ class Run(Artifact):
             table = pq.read_table(self.root / ITEM_FEATURES)
         except OSError as error:
             raise RecpoError(
-                f"{describe_os_error(error, str(self.root / ITEM_FEATURES))}; {Run.REMEDY}",
+                f"{describe_os_error(error, str(self.root / ITEM_FEATURES))}; {Run.remedy()}",
                 code="missing_file",
                 field=ITEM_FEATURES,
             ) from error
@@ -244,7 +243,7 @@ class Run(Artifact):
         """
         read = FeatureSchema(**{side: self.feature_schema.of(side) for side in _sides(policy)})
         behaviors = self.behaviors if policy.reads.behaviors else ()
-        return PolicyFeatures.load(self.root, read, behaviors, remedy=Run.REMEDY)
+        return PolicyFeatures.load(self.root, read, behaviors, remedy=Run.remedy())
 
     def features_that_differ(self, policy: Policy, data: Prepared) -> list[str]:
         """The fitted features of ``data`` that differ from those that it keeps for a policy; empty if it keeps none."""
@@ -325,7 +324,7 @@ class Run(Artifact):
             policy = factory(self.num_items)
         except (TypeError, ValueError, RuntimeError) as error:
             raise RecpoError(
-                f"{self.root / Run.RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {Run.REMEDY}",
+                f"{self.root / Run.RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {Run.remedy()}",
                 code="damaged",
                 field="policy",
             ) from error
@@ -380,7 +379,7 @@ def mark_finished(
         for file in _files_in(root / part)
     ]
     facts = {"num_items": policy.num_items, "catalog_checksum": data.catalog_checksum, "results": results}
-    Run.write_facts(root, {**facts, "monitor": monitor, "files": {name: sha256(root / name) for name in kept}})
+    Run.write_facts(root, facts | {"monitor": monitor}, kept)
 
 
 def _files_in(directory: Path) -> list[Path]:

@@ -122,7 +122,7 @@ class RunDirectory:
             return None
         if (
             not (out / Run.ORIGIN).is_file()
-            or read_json(out / Run.ORIGIN, Run.REMEDY).get("format_version") != Run.version
+            or read_json(out / Run.ORIGIN, Run.remedy()).get("format_version") != Run.version
         ):
             raise RecpoError(
                 f"{out} was begun by another version of recpo and cannot be resumed: train it again",
@@ -149,8 +149,8 @@ class RunDirectory:
         return goes_on
 
     def _validate_same(self) -> None:
-        out, now, then = self._root, self._origin, read_json(self._root / Run.ORIGIN, Run.REMEDY)
-        recorded = read_yaml(out / Run.RESOLVED, Run.REMEDY)
+        out, now, then = self._root, self._origin, read_json(self._root / Run.ORIGIN, Run.remedy())
+        recorded = read_yaml(out / Run.RESOLVED, Run.remedy())
         is_same_step = then["contexts_per_step"] == now["contexts_per_step"]
         before, after = (_in_common(*one, is_same_step) for one in ((recorded, then), (self._configuration, now)))
         if "init_from" in then and "init_from" in now:  # a resumed run no longer needs it
@@ -296,7 +296,7 @@ def _checksum_of(path: Path) -> str | None:
     if kind_of(path) == "factors":
         return str(read_json(path / FACTORS_MANIFEST, "fit the factors again")["sha256"])
     finished = path / Run.FINISHED
-    return _sha256_of(read_json(finished, Run.REMEDY)["files"]) if finished.is_file() else None
+    return _sha256_of(read_json(finished, Run.remedy())["files"]) if finished.is_file() else None
 
 
 def _is_other_rank() -> bool:

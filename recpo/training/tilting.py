@@ -481,7 +481,7 @@ class TiltBase:
     @classmethod
     def of_run(cls, run: Run, checkpoint: Checkpoint) -> TiltBase:
         """The policy of a checkpoint of a run."""
-        configuration = read_yaml(run.root / Run.RESOLVED, Run.REMEDY)["policy"]
+        configuration = read_yaml(run.root / Run.RESOLVED, Run.remedy())["policy"]
         return cls(run.root.resolve().name, run.policy(checkpoint), configuration, run, checkpoint)
 
     def write_files(self, root: Path) -> None:

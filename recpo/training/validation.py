@@ -18,6 +18,7 @@ from recpo.base.contracts import Objective, Policy, RewardFunction, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
 from recpo.evaluation.beyond_accuracy import POPULARITY_BINS, popularity_bins
+from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.prepared import Prepared
 from recpo.objectives.likelihood import Likelihood
 from recpo.objectives.preference import PreferenceObjective
@@ -242,18 +243,15 @@ class HeldOutFacts(NamedTuple):
 
 def held_out_facts(prepared: Prepared) -> HeldOutFacts:
     """Counts over the validation shards, one in memory at a time."""
-    events = known = comparing = 0
-    names = ["user_index", "label", "dislike", "propensity", "is_target"]
-    for shard in range(len(prepared.manifest["shards"]["valid"])):
-        columns = prepared.columns("valid", shard, names)
+    comparing = 0
+    for shard in range(prepared.num_shards("valid")):
+        columns = prepared.columns("valid", shard, ["user_index", "label", "dislike", "is_target"])
         target, dislike = columns["is_target"].astype(bool), columns["dislike"].astype(bool)
         positive = prepared.feedback.rule.positive(columns["label"], dislike) & target
         other = target & ~positive & (dislike | ~np.isnan(columns["label"]))
         users = columns["user_index"]
         comparing += len(np.intersect1d(users[positive], users[other]))
-        events += int(target.sum())
-        known += int((target & (columns["propensity"] > 0)).sum())
-    return HeldOutFacts(known / max(1, events), comparing)
+    return HeldOutFacts(propensity_share(prepared, "valid"), comparing)
 
 
 def default_monitor(options: LearningOptions, facts: HeldOutFacts) -> Monitor:

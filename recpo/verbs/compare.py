@@ -85,9 +85,8 @@ class Compare(ValueOptions, WritingVerb[Comparison]):
         bundles = {OLD: Bundle.open(self.old), NEW: Bundle.open(self.new)}
         for name, bundle in bundles.items():
             self._validate(name, bundle, data)
-        inputs = [data.root, *(bundle.root for bundle in bundles.values())]
-        sealed = Comparison.sealed
-        writes = partial(output_directory, kind="comparison", overwrite=self.overwrite, inputs=inputs, sealed=sealed)
+        inputs = [data, *bundles.values()]
+        writes = partial(output_directory, kind="comparison", overwrite=self.overwrite, inputs=inputs)
         with nullcontext() if self.out is None else writes(self.out) as target:
             numbers, counts = _shared_numbers(data.item_ids(), bundles)
             served = {name: _ServedBundle(name, one, data, self.split, numbers[name]) for name, one in bundles.items()}

@@ -1,15 +1,13 @@
 """The contenders that are runs, bundles, factors, lists and baselines, checked before any is loaded.
 
-They are named for ``evaluate``, re-ranked (every run, bundle and factor model with every method), and served as
-runtimes, which rank for frames of histories with the ids and feedback of prepared data. Baselines and factors as
-policies, for ``export`` and ``tilt``.
+They are named for ``evaluate``, and re-ranked (every run, bundle and factor model with every method). Baselines and
+factors as policies, for ``recommend``, ``export`` and ``tilt``.
 """
 
 import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast, get_args
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from recpo.artifacts.checksums import kind_of
 from recpo.base.contracts import Policy, StatePolicy
 from recpo.base.errors import RecpoError, validate_range
-from recpo.base.feature_encoding import PolicyFeatures
+from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Reads, Side
 from recpo.base.types import Histories, Recommendations
 from recpo.evaluation.baselines import BaselineCache
@@ -45,9 +43,8 @@ from recpo.policies.tilted import OnBase
 from recpo.rewards.factors import Factors
 from recpo.rewards.fitted_policies import options_of
 from recpo.serving.bundle import Bundle, bundle_item_vectors
-from recpo.serving.histories import EncodedHistories, HistoryReader
-from recpo.serving.manifest import ProgramReads
-from recpo.serving.runtimes import Runtime, excluded
+from recpo.serving.export import grows
+from recpo.serving.histories import EncodedHistories
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run, training_curves
 from recpo.training.tilting import assign_factors
@@ -278,44 +275,6 @@ def _encoded(histories: Histories, exclude: Tensor, length: int, reads: Reads) -
     )
 
 
-class ContenderRuntime(Runtime):
-    """A contender of an evaluation that reads items and feedback. Its scores need not be log-probabilities.
-
-    Args:
-        contender: factors, their directory, or the name of a baseline, which is fitted on the training events.
-        data: the prepared data with its items.
-
-    Raises:
-        RecpoError: the contender is none of these, or was fitted on other items.
-    """
-
-    def __init__(self, contender: Factors | str | PathLike[str], data: Prepared) -> None:
-        named = contender if isinstance(contender, Factors | str) else str(contender)
-        (found,) = contenders_of([named], data, [1])
-        if found.kind not in ("factors", "baseline"):
-            raise RecpoError(
-                f"{contender} is a {found.kind}: recommend from it without prepared",
-                code="conflicting_options",
-                field="prepared",
-            )
-        loaded = found.load()
-        assert loaded.recommend is not None
-        self._lists = loaded.recommend
-        self.num_items, self.max_history, self.k = data.num_items, loaded.max_history, data.num_items
-        features = PolicyFeatures(user=data.fitted_features("user")) if loaded.reads.user else PolicyFeatures()
-        self.reads = ProgramReads(user=features.user.features, repeats=data.repeats)
-        known = data.item_ids(), data.feedback
-        self.reader = HistoryReader(*known, self.max_history, features=features, repeats=data.repeats)
-
-    def _recommend(self, inputs: EncodedHistories, k: int) -> tuple[np.ndarray, np.ndarray]:
-        ids, feedback = torch.from_numpy(inputs.item_ids), torch.from_numpy(inputs.feedback)
-        known = None if inputs.user is None else inputs.user.tensors()
-        histories = Histories(ids, (ids != 0).sum(1), feedback, user=known)
-        with torch.inference_mode():
-            lists = self._lists(histories, k, torch.from_numpy(excluded(inputs, self.reads.repeats)))
-        return lists.item_ids.numpy(), lists.scores.numpy()
-
-
 _RERANKED = ("run", "bundle", "factors")
 
 
@@ -380,6 +339,13 @@ class ServedBaseline(NamedTuple):
     name: str
     policy: BaselinePolicy
     options: dict[str, Any]
+
+    def features(self, data: Prepared) -> PolicyFeatures:
+        """The fitted features that the policy reads, of the data that it was fitted on."""
+        return PolicyFeatures(
+            data.fitted_features("item") if grows(self.policy) else FittedFeatures(),
+            data.fitted_features("user") if self.policy.reads.user else FittedFeatures(),
+        )
 
     @property
     def configuration(self) -> dict[str, Any]:

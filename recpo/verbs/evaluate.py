@@ -142,10 +142,9 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
             return nullcontext()
         table, features = table_of(self.candidates), self.item_features
         read: list[object] = [data.root, self.truth, self.baseline_cache, self.rerank_options.attributes]
-        read += [features and features.file, table and table.path]
-        read += [one.path if isinstance(one, Lists) else directory_of(one) for one in self._named]
-        sealed = Evaluation.sealed
-        return output_directory(self.out, kind="evaluation", overwrite=self.overwrite, inputs=read, sealed=sealed)
+        read += [features and features.file, table and table.source]
+        read += [one.source if isinstance(one, Lists) else directory_of(one) for one in self._named]
+        return output_directory(self.out, kind="evaluation", overwrite=self.overwrite, inputs=read)
 
     def _contenders(self, data: Prepared, cache: BaselineCache) -> tuple[list[Contender], list[str]]:
         """The contenders, and a warning if a default baseline is left out."""

@@ -9,7 +9,6 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import validate_output_file
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
-from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import read_features
 from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.evaluation import Evaluation
@@ -17,15 +16,7 @@ from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
-from recpo.serving.export import (
-    BundleOptions,
-    PolicyFacts,
-    evaluation_facts,
-    export_bundle,
-    facts_of,
-    grows,
-    write_compiled,
-)
+from recpo.serving.export import BundleOptions, PolicyFacts, evaluation_facts, export_bundle, facts_of, write_compiled
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
 from recpo.training.run import Run
 from recpo.verbs.contenders import ServedBaseline, is_baseline, served_baseline
@@ -139,12 +130,8 @@ def _facts_of_baseline(served: ServedBaseline, data: Prepared, measured: dict[st
         "user_ids": data.user_id_type,
         "item_column": data.item_column,
     }
-    features = PolicyFeatures(
-        data.fitted_features("item") if grows(served.policy) else FittedFeatures(),
-        data.fitted_features("user") if served.policy.reads.user else FittedFeatures(),
-    )
     card = {} if measured is None else {"evaluation": measured}
-    return PolicyFacts(data.feedback, features, served.options, origin, card, data.repeats)
+    return PolicyFacts(data.feedback, served.features(data), served.options, origin, card, data.repeats)
 
 
 def _encoded_items(table: Path) -> EncodedItems | None:

@@ -22,9 +22,7 @@ from recpo.evaluation.baselines import BASELINES_DIRECTORY
 from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
-from recpo.evaluation.html_report import svg
-from recpo.evaluation.html_report.parts import Cell, Row, Table, render
-from recpo.evaluation.reading import ends_of
+from recpo.evaluation.html_report.parts import TESTED, decision_report
 from recpo.log.csv_files import CsvFormat
 from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
@@ -42,12 +40,10 @@ from recpo.verbs.prepare import Prepare, source_of
 from recpo.verbs.verb import ResumableVerb, function_of
 from recpo.worlds.log import Simulation
 
-DECISION: Final = "decision.json"
 REPORT: Final = "report.html"
 _BUNDLE: Final = "bundle"
 _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
-_METRICS: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of the test period, at k
 _REPEATED: Final = 0.1  # share of positives of the past, from which on it is said what lists do
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
@@ -185,8 +181,7 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
     @contextmanager
     def _directory(self, root: Path) -> Iterator[None]:
         """Creates the directory, or checks the one to resume, and keeps other processes out."""
-        given = self.log.root if isinstance(self.log, Prepared | Simulation) else self.log
-        with self.directory(root, inputs=[given]) as again:
+        with self.directory(root, inputs=[self.log]) as again:
             try:
                 yield
             except RecpoError:
@@ -316,7 +311,7 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
     def _facts(self, road: Road, final: Road, choice: Choice, understood: list[str]) -> dict[str, Any]:
         criterion, evaluation = road.criterion, Evaluation.open(road.root / _EVALUATION)
         tested = {one["name"]: one for one in evaluation.document["contenders"]}
-        wanted = [criterion, *(f"{name}@{road.k}" for name in _METRICS)]
+        wanted = [criterion, *(f"{name}@{road.k}" for name in TESTED)]
         rows = []
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
@@ -407,78 +402,6 @@ def _changed(one: Any, other: Any) -> str:
     before = asdict(one)
     differing = [(name, value, before[name]) for name, value in asdict(other).items() if value != before[name]]
     return ", ".join(f"{name} {value:g} instead of {old:g}" for name, value, old in differing)
-
-
-def decision_report(facts: Mapping[str, Any]) -> str:
-    """The report of a fit: the answer and a picture first, then the leaderboard and the commands.
-
-    Args:
-        facts: the content of ``decision.json``.
-    """
-    metric, rows = facts["criterion"]["metric"], facts["leaderboard"]
-    drawn = [
-        svg.IntervalRow(row["name"], row["value"], *ends_of(row["value"], row["half_width"]), _style(row, facts))
-        for row in rows
-    ]
-    return render(
-        "decision.html.jinja",
-        title=f"The decision: {facts['chosen']} ships",
-        subtitle="; ".join(facts["understood"][:1]),
-        version=facts["recpo_version"],
-        numbers=DECISION,
-        facts=facts,
-        figure=svg.interval_chart(
-            f"{metric} on the validation period",
-            f"{metric} of every contender, the best first",
-            drawn,
-            "95 % intervals",
-        ),
-        legend=[("s2", "ships"), ("s0", "policy"), ("s7", "baseline")],
-        table=leaderboard_table(facts),
-        commands="\n".join(step["command"] for step in facts["steps"]),
-    )
-
-
-def _style(row: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    return "s2" if row["name"] == facts["chosen"] else "s7" if row["is_baseline"] else "s0"
-
-
-def leaderboard_table(facts: Mapping[str, Any]) -> Table:
-    """The contenders of ``decision.json``, the best first; of the test period, the criterion and true values first."""
-    metric = facts["criterion"]["metric"]
-    known, first = {name for row in facts["leaderboard"] for name in row["test"]}, [metric, *_METRICS]
-    tested = sorted(known, key=lambda one: first.index(one if one in first else one.partition("@")[0]))
-    rows, has_rewards = [], any(row["reward"] is not None for row in facts["leaderboard"])
-    for row in facts["leaderboard"]:
-        behind = row["behind"]
-        apart = _measured({"mean": behind or None, "half_width": row["behind_half_width"]})
-        warmth = Cell("" if row["temperature"] is None else f"{row['temperature']:g}")
-        value = _measured({"mean": row["value"], "half_width": row["half_width"]})
-        cells = [value, apart, Cell("yes" if row["lost"] else ""), warmth]
-        cells += [_measured({"mean": row["reward"], "half_width": row["reward_half_width"]})] * has_rewards
-        cells += [_measured(row["test"].get(name)) for name in tested]
-        name = f"{row['name']} (ships)" if row["name"] == facts["chosen"] else row["name"]
-        rows.append(Row(name, cells, _style(row, facts)))
-    if facts["oracle"] is not None:
-        blank = [Cell("")] * (4 + has_rewards)
-        rows.append(Row("oracle", [*blank, *(_measured(facts["oracle"].get(name)) for name in tested)], "s3"))
-    head = ["contender", f"{metric}, validation", "behind the best", "lost", "temperature"]
-    head += ["estimated reward"] * has_rewards
-    head += [f"{name}, test" for name in tested]
-    said = (
-        "± half of the 95 % interval; lost = behind the best beyond doubt; such policies are not evaluated on the test "
-        "period, unless they ship; temperature: of the target of MPO, and of tilting. It is a choice: no criterion of "
-        "a log finds the best one in every world. A smaller one follows the reward model, a larger one the log"
-    )
-    if has_rewards:
-        said += "; estimated reward: of the lists, from the exposures of the validation period and their propensities"
-    return Table(said, head, rows)
-
-
-def _measured(value: Mapping[str, Any] | None) -> Cell:
-    if value is None or value["mean"] is None:
-        return Cell("-")
-    return Cell(f"{value['mean']:.4f}", "" if value["half_width"] is None else f"± {value['half_width']:.4f}")
 
 
 fit = function_of(Fit)

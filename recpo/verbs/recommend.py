@@ -70,7 +70,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     first_day: ClassVar = ("source", "histories", "out", "k", "show", "exclude", "users", "prepared")
 
     source: Source
-    """a bundle, a run or factors, or the directory of one; or a baseline of ``recpo evaluate`` with its default
+    """a bundle, a run or factors, or the directory of one; or a baseline of ``recpo export`` with its default
     options, such as popularity. Of a run, the best checkpoint is used"""
     histories: Frame | str | Path
     """events, one per row: a Parquet file or directory with adjacent rows for each user, or a frame: user_id, item_id,
@@ -144,7 +144,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     def _server(self) -> Server:
         source = self.source
         if self.prepared is not None:
-            return _contender(source, self.prepared)
+            return _baseline(source, self.prepared)
         kind = kind_of(Path(source)) if isinstance(source, str | PathLike) else None
         if isinstance(source, Bundle) or (isinstance(source, str | PathLike) and kind not in ("run", "factors")):
             bundle = Bundle.open(source, self.engine, provider=self.provider)
@@ -174,9 +174,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     ) -> ServingCounts:
         """Writes the lists of a file in pieces of whole users; the other inputs are in memory."""
         asked: Any = _ids(self.users)
-        source = self.source if isinstance(self.source, str | PathLike) else getattr(self.source, "root", None)
-        given = [source, histories, self.exclude, self.users, self.prepared]
-        inputs = [Path(path) for path in (*given, self.user_features, self.context) if isinstance(path, str | PathLike)]
+        inputs = [self.source, histories, self.exclude, self.users, self.prepared, self.user_features, self.context]
         counts, writer = ServingCounts(), None
         bar = tqdm(desc="recommend", unit="event", disable=None if self.progress else True, leave=False)
         with bar, output_file(out, inputs=inputs) as partial:
@@ -203,20 +201,25 @@ def _ids(users: Frame | str | Path | Sequence[Any] | None) -> pa.Array | Sequenc
 recommend = function_of(Recommend)
 
 
-def _contender(source: Source, prepared: PreparedData) -> Server:
+def _baseline(source: Source, prepared: PreparedData) -> Server:
     """The server of factors or a baseline."""
     from recpo.log.prepared import Prepared  # bundles and runs are served without the libraries of prepare
     from recpo.rewards.factors import Factors
-    from recpo.verbs.contenders import ContenderRuntime
+    from recpo.serving.saved_policy import PolicyRuntime
+    from recpo.verbs.contenders import SERVED, is_baseline, served_baseline
 
-    if not isinstance(source, str | PathLike | Factors):
+    if not isinstance(source, str | PathLike | Factors) or not is_baseline(source):
         raise RecpoError(
-            "prepared is for factors and baselines: leave it out for a run or a bundle",
-            code="unused_option",
-            field="prepared",
+            f"{source} is neither factors nor a baseline ({', '.join(SERVED)}): name one of them, or leave prepared "
+            "out for a run or a bundle",
+            code="wrong_file",
+            field=str(source),
         )
-    runtime = ContenderRuntime(source, Prepared.open(prepared))
-    return Server(runtime, runtime.reader)
+    data = Prepared.open(prepared)
+    served = served_baseline(Path(source) if isinstance(source, PathLike) else source, data)
+    known, features = (data.item_ids(), data.feedback), served.features(data)
+    reader = HistoryReader(*known, served.policy.max_history, features=features, repeats=data.repeats)
+    return Server(PolicyRuntime(served.policy, repeats=data.repeats), reader)
 
 
 def _open(histories: Path) -> ds.Dataset:

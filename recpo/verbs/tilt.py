@@ -129,6 +129,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         """Tries every temperature on the validation period, then writes the run."""
         data = None if self.prepared is None else Prepared.open(self.prepared)
         factors = None if self._by_baseline else Factors.open(self.factors)
+        inputs = [one for one in (self.run, self.prepared, self.factors) if str(one) not in _TILTED]
+        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs)
         base = self._base(data, factors)
         by = self._by(data, factors)
         used: tilting.Criterion | None = None
@@ -141,7 +143,6 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         result = tilting.TiltResult(None, chosen, self.lower_bound, used, self.k, trials)
         if chosen == math.inf:
             return result
-        inputs = self._inputs(base.source, data)
         with output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs) as target:
             tilting.write_tilted(target, by.to(torch.device("cpu"))(base.policy.cpu(), chosen), base, by, result, data)
         return replace(result, run=Run.open(self.out, self.trust))
@@ -174,7 +175,6 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
                 field="prepared",
             )
         base = tilting.TiltBase.of_run(run, self.checkpoint)
-        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(run, data))
         if isinstance(base.policy, OnBase):
             raise RecpoError(
                 f"{run.root} is tilted already: name the run that it was made from",
@@ -205,7 +205,6 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         data = self._for_baseline(named, data)
         if factors is not None:
             validate_factors(factors, data)
-        validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=self._inputs(data, data))
         served = served_baseline(named, data, self.baseline_cache, self.baseline_options)
         return tilting.TiltBase(named, served.policy.eval(), served.configuration, data, None)
 
@@ -218,11 +217,6 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
                 field="prepared",
             )
         return data
-
-    def _inputs(self, source: Run | Prepared, data: Prepared | None) -> list[object]:
-        """Directories that the output must not replace."""
-        given = None if isinstance(self.factors, Factors) or self._by_baseline else self.factors
-        return [source.root, data and data.root, given]
 
     def _trials(self, data: Prepared) -> tilting.TemperatureTrials:
         """What all temperatures are measured with."""

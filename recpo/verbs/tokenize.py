@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from os import PathLike
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from tqdm import tqdm
 
 from recpo.artifacts.outputs import output_directory
-from recpo.artifacts.semantic_codes import FILES, Codes
+from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import RecpoError, Seed
 from recpo.base.frames import ArrowStream, Frame
 from recpo.items import sources
@@ -105,10 +104,9 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
             sources.VectorsFromFrame(self.vectors) if isinstance(self.vectors, ArrowStream | Mapping) else self.vectors
         )
         items, place, out = data.item_ids(), compute_device(self.device), Path(self.out)
-        read = [data.root, self.extends, getattr(source, "file", None), getattr(source, "run", None)]
-        inputs = [given for given in read if isinstance(given, str | PathLike)]
+        inputs = [data, self.extends, getattr(source, "file", None), getattr(source, "run", None)]
         with (
-            output_directory(out, kind="codes", overwrite=self.overwrite, inputs=inputs, sealed=FILES) as partial,
+            output_directory(out, kind="codes", overwrite=self.overwrite, inputs=inputs) as partial,
             tqdm(
                 total=kmeans.levels + 3, desc="tokenize", unit="stage", disable=None if self.progress else True
             ) as bar,

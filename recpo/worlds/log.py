@@ -20,20 +20,21 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from recpo.artifacts.artifact import Artifact
+from recpo.artifacts.artifact import Artifact, facts_in
+from recpo.artifacts.checksums import seal
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import output_directory, write_json
 from recpo.base.errors import RecpoError
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
 from recpo.worlds.preferences import ITEM_TABLE, USER_TABLE, FloatArray, IntArray, Preferences, write_side_information
-from recpo.worlds.truth import FORMAT_VERSION as TRUTH_VERSION, SEALED as TRUTH_FILES, Truth
+from recpo.worlds.truth import FORMAT_VERSION as TRUTH_VERSION, Truth
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 SERVED: Final = "served.json"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 _REMEDY: Final = "simulate the day again"
 
 
@@ -97,7 +98,7 @@ class ServedDays:
 
     def save(self, root: Path) -> None:
         """Writes ``served.json`` into the directory ``root``."""
-        write_json(root / SERVED, {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)})
+        write_json(root / SERVED, seal({"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}))
 
     @classmethod
     def load(cls, root: Path) -> ServedDays | None:
@@ -109,10 +110,7 @@ class ServedDays:
         file = root / SERVED
         if not file.exists():
             return None
-        content = read_json(file, _REMEDY)
-        if (found := content.pop("format_version", None)) != FORMAT_VERSION:
-            message = f"{file}: format version {found}, expected {FORMAT_VERSION}: {_REMEDY}"
-            raise RecpoError(message, code="old_format", field=file.name)
+        content = facts_in(read_json(file, _REMEDY), file, FORMAT_VERSION, _REMEDY)
         try:
             days = tuple(DayReport(**day) for day in content.pop("days"))
             served = cls(**content, days=days)
@@ -181,7 +179,6 @@ class Simulation(Artifact):
     kind: ClassVar = "simulation"
     version: ClassVar = TRUTH_VERSION
     made_by: ClassVar = "recpo simulate"
-    sealed: ClassVar = (*TRUTH_FILES, SERVED)  # the log itself is checked like any log
 
     root: Path
     truth: Truth
@@ -189,8 +186,8 @@ class Simulation(Artifact):
 
     @classmethod
     def _read(cls, root: Path) -> Self:
-        cls.facts_of(root)
-        if not (root / LOG).is_dir():
+        cls.recognize(root)
+        if not (root / LOG).is_dir():  # the log itself is checked like any log
             raise RecpoError(f"{root} is damaged ({LOG}/ is missing): {cls.remedy()}", code="damaged", field=LOG)
         return cls(root, Truth.load(root), ServedDays.load(root))
 
@@ -272,7 +269,7 @@ def write_simulation(
         RecpoError: ``out`` exists and ``overwrite`` is False.
     """
     truth = Truth(preferences, world)
-    with output_directory(out, kind="simulation", overwrite=overwrite, sealed=Simulation.sealed) as partial:
+    with output_directory(out, kind="simulation", overwrite=overwrite) as partial:
         truth.save(partial / "truth")
         write_side_information(preferences, partial, preferences.parameters.days - 1)
         for name, file in tables.items():

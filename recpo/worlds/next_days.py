@@ -127,13 +127,8 @@ def write_next_days(
     """
     first = validate_worlds(worlds)
     truth = worlds[0].truth
-    with output_directory(
-        out,
-        kind="simulation",
-        overwrite=overwrite,
-        inputs=[*inputs, *(world.root for world in worlds)],
-        sealed=Simulation.sealed,
-    ) as partial:
+    read = [*inputs, *(world.root for world in worlds)]
+    with output_directory(out, kind="simulation", overwrite=overwrite, inputs=read) as partial:
         past = pa.concat_tables([pq.read_table(world.log, schema=SCHEMA) for world in worlds])
         numbers = range(first, first + days)
         events, reports = serve_days(truth, past, show, how, days=numbers, progress=progress)

@@ -1,6 +1,5 @@
 """The saved truth of a simulation: the exact value of any policy and of the requests of a day, by external ids."""
 
-import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -11,15 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from recpo.artifacts.checksums import kind_of, verify_sealed
+from recpo.artifacts.artifact import facts_in
+from recpo.artifacts.checksums import seal, sha256, verify
+from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError, validate_range
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.worlds.preferences import FloatArray, IntArray, Items, LoggingPolicy, Preferences, Users
 
-FORMAT_VERSION = 1
-#: files of a simulation whose checksums are in its recpo.json
-SEALED = ("truth/truth.json", "truth/users.parquet", "truth/items.parquet")
+FORMAT_VERSION = 2
+_REMEDY = "name what `recpo simulate` wrote, or simulate again"
 _CELLS_PER_CHUNK = 1 << 20  # size of a users x items matrix: 8 MiB each, for any size of the catalog
 _DAYS_IN_MEMORY = 64  # number of cached logging policies; enough for a log of two months
 _SUM_TOLERANCE = 1e-3  # tolerance that a float32 softmax over a million items satisfies
@@ -58,27 +58,19 @@ class Truth:
         """
         path = Path(path)
         directory = path / "truth" if (path / "truth").is_dir() else path
+        file = directory / "truth.json"
+        content = facts_in(read_json(file, _REMEDY), file, FORMAT_VERSION, _REMEDY)
         try:
-            content = json.loads((directory / "truth.json").read_text(encoding="utf-8"))
-            if content.get("format_version") != FORMAT_VERSION:
-                found = content.get("format_version")
-                message = f"{directory}: format version {found}, expected {FORMAT_VERSION}: simulate again"
-                raise RecpoError(message, code="old_format", field="truth")
-            if directory.name == "truth" and kind_of(directory.parent) == "simulation":
-                verify_sealed(directory.parent, SEALED, "simulate again")
-            parameters = SimulationParameters(**content["parameters"])
-            world = str(content.get("world", "default"))  # earlier simulations had only one world
+            verify(directory, content["files"], _REMEDY)
+            parameters, world = SimulationParameters(**content["parameters"]), str(content["world"])
             users = Users(**_read_arrays(directory / "users.parquet"))
             items = Items(**_read_arrays(directory / "items.parquet"))
-        except FileNotFoundError as error:
-            message = f"{error.filename} is missing: {path} was not written by `recpo simulate`"
-            raise RecpoError(message, code="missing_file", field="truth") from error
         except (KeyError, TypeError, AttributeError, ValueError, OSError, RecursionError, NotImplementedError) as error:
-            message = f"{directory} is damaged ({error}): simulate again"
+            message = f"{directory} is damaged ({error}): {_REMEDY}"
             raise RecpoError(message, code="damaged", field="truth") from error
         whole = (len(users.user_id), len(items.item_id)) == (parameters.users, parameters.items)
         if not whole or (items.born is not None) != parameters.lives:
-            message = f"{directory} is damaged (rows or columns are missing): simulate again"
+            message = f"{directory} is damaged (rows or columns are missing): {_REMEDY}"
             raise RecpoError(message, code="damaged", field="rows")
         return cls(Preferences(parameters, users, items), world)
 
@@ -86,11 +78,13 @@ class Truth:
         """Writes ``users.parquet``, ``items.parquet`` and ``truth.json`` into the new ``directory``."""
         parameters, users, items = self.preferences
         directory.mkdir(parents=True)
+        files = {}
         for file, part in (("users.parquet", users), ("items.parquet", items)):
             columns = {name: values for name, values in part._asdict().items() if values is not None}
             _write_arrays(directory / file, columns)
-        described = {"world": self.world, "parameters": parameters.as_json()}
-        write_json(directory / "truth.json", {"format_version": FORMAT_VERSION, **described})
+            files[file] = sha256(directory / file)
+        described = {"world": self.world, "parameters": parameters.as_json(), "files": files}
+        write_json(directory / "truth.json", seal({"format_version": FORMAT_VERSION, **described}))
 
     @property
     def user_ids(self) -> IntArray:

@@ -147,7 +147,7 @@ def test_sharded_runs_are_evaluated_exported_calibrated_and_continued_without_to
     assert finished.returncode == 1
     assert "was written with ShardedStrategy" in finished.stderr
     metrics = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
-    assert metrics["format_version"] == 7
+    assert metrics["format_version"] == 8
     assert (tmp_path / "lists.parquet").is_file()
     assert (reward_model / "calibration.json").is_file()
 

@@ -118,7 +118,7 @@ def test_the_command_line_takes_methods_and_its_resolved_options_repeat_them(
     assert [one["class_path"].split(".")[-1] for one in resolved["rerank"]] == ["AttributeCap", "Determinantal"]
     assert resolved["contenders"] == str(run.root)
     assert main(["evaluate", "--config", str(tmp_path / "one" / "resolved.yaml"), "--out", str(tmp_path / "two")]) == 0
-    one, two = ((tmp_path / name / "metrics.json").read_bytes() for name in ("one", "two"))
+    one, two = (recpo.Evaluation.open(tmp_path / name).document for name in ("one", "two"))
     assert one == two
 
 

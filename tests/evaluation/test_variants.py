@@ -165,9 +165,6 @@ def test_the_latest_experiment_counts(log):
     document = variants_document(log)
     assert (document["experiment"], len(document["warnings"])) == ("2", 1)
     assert sum(row["users"] for row in document["variants"]) == 30
-    assert variants_document(log, experiment="1")["experiment"] == "1"
-    with refused("unknown_name", "experiment"):
-        variants_document(log, experiment="3")
     with refused("unknown_name", "control"):
         variants_document(log, control="C")
 

@@ -247,7 +247,7 @@ def targets(base: Path) -> dict[str, Target]:
         "bundle": target("bundle/*", read=_bundle, sealed=True),
         "evaluation": target("evaluation/*.json", "evaluation/*.yaml", read=_evaluation, sealed=True),
         "comparison": target("comparison/*.json", read=_comparison, sealed=True),
-        "simulation": target("log/recpo.json", "log/truth/*", read=_simulation, sealed=True),
+        "simulation": target("log/truth/*", read=_simulation, sealed=True),
         "journal": target("served/_journal/*/*", read=_journal),
         "parquet log": target("log/log/*.parquet", read=_parquet_log),
         "csv log": target("log.csv", read=_csv_log),

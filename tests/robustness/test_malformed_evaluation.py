@@ -157,7 +157,7 @@ def test_an_old_evaluation_and_a_foreign_directory_are_not_opened(place, tmp_pat
         Evaluation.open(tmp_path / "evaluation")
     with refused("wrong_file", "metrics.json"):
         Evaluation.open(place["run-0"])
-    (tmp_path / "evaluation" / "metrics.json").write_text(json.dumps(found.document | {"format_version": 7}))
+    found.write(tmp_path / "evaluation", overwrite=True)
     for content in ("[", "1", ""):
         (tmp_path / "evaluation" / "resolved.yaml").write_text(content)
         with refused("damaged", ...):

@@ -17,6 +17,7 @@ from recpo.worlds.log import SCHEMA, ServedDays, Simulation, write_simulation
 from recpo.worlds.next_days import Shown, write_next_days
 from recpo.worlds.parameters import SimulationParameters
 from recpo.worlds.preferences import Preferences
+from tests.conftest import resealed
 from tests.refusals import refused
 
 
@@ -218,10 +219,10 @@ def test_what_is_not_one_world_day_after_day_is_refused(stands, two_days, tmp_pa
 def test_a_damaged_report_is_refused(two_days, tmp_path):
     content = json.loads((two_days[0].root / "served.json").read_text())
     for change, refusal in (
-        ({"format_version": 9}, ("old_format", "served.json")),
+        ({"format_version": 9}, ("old_format", "format_version")),
         ({"days": []}, ("damaged", "days")),
         ({"x": 1}, ("damaged", "served.json")),
     ):
-        (tmp_path / "served.json").write_text(json.dumps(content | change))
+        (tmp_path / "served.json").write_text(json.dumps(resealed(content | change)))
         with refused(*refusal):
             type(two_days[0].served).load(tmp_path)

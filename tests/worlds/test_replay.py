@@ -223,7 +223,7 @@ def test_a_changed_matrix_of_a_simulation_is_refused(matrix, tmp_path):
     out = recpo.simulate(tmp_path / "out", world="replay", matrix=matrix[0], events=200).root
     file = out / "truth" / "users.parquet"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with refused("damaged", "truth/users.parquet"):
+    with refused("damaged", "users.parquet"):
         Simulation.open(out)
 
 

@@ -139,13 +139,13 @@ def test_other_versions_missing_and_damaged_files_are_refused(tmp_path):
     preferences = Preferences.draw(SimulationParameters(users=5, items=5, events=5))
     directory = tmp_path / "out" / "truth"
     write_simulation(preferences, tmp_path / "out")
-    with refused("missing_file", "truth"):
+    with refused("missing_file", "truth.json"):
         Truth.load(tmp_path / "nowhere")
     whole = (directory / "users.parquet").read_bytes()
     (directory / "users.parquet").write_bytes(whole[: len(whole) // 2])
-    with refused("damaged", "truth/users.parquet"):
+    with refused("damaged", "users.parquet"):
         Truth.load(tmp_path / "out")
     content = json.loads((directory / "truth.json").read_text())
     (directory / "truth.json").write_text(json.dumps(content | {"format_version": 99}))
-    with refused("old_format", "truth"):
+    with refused("old_format", "format_version"):
         Truth.load(directory)

@@ -1,6 +1,6 @@
 """The parts of a report: cells, tables and figures, the rows of contenders, and the page that templates fill.
 
-What the report shows of off-policy values: intervals, tables and the diagnostics of the weights.
+What the report shows of off-policy values: intervals, tables and the diagnostics of the weights. The report of a fit.
 """
 
 import json
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import yaml
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -296,3 +296,78 @@ def _value_difference_cell(entry: Document | None, sign: int) -> Cell:
     survives = entry["survives_holm"]
     text = f"{sign * entry['value']:+.4f}".replace("-", "\u2212")
     return Cell(text + (" *" if survives else ""), interval, "survives" if survives else "")
+
+
+TESTED: Final = ("true_reward", "true_dislike", "NDCG", "disliked")  # of a decision's test period, at k
+
+
+def decision_report(facts: Mapping[str, Any]) -> str:
+    """The report of a fit: the answer and a picture first, then the leaderboard and the commands.
+
+    Args:
+        facts: the content of ``decision.json``.
+    """
+    metric, rows = facts["criterion"]["metric"], facts["leaderboard"]
+    drawn = [
+        svg.IntervalRow(row["name"], row["value"], *ends_of(row["value"], row["half_width"]), _style(row, facts))
+        for row in rows
+    ]
+    return render(
+        "decision.html.jinja",
+        title=f"The decision: {facts['chosen']} ships",
+        subtitle="; ".join(facts["understood"][:1]),
+        version=facts["recpo_version"],
+        numbers="decision.json",
+        facts=facts,
+        figure=svg.interval_chart(
+            f"{metric} on the validation period",
+            f"{metric} of every contender, the best first",
+            drawn,
+            "95 % intervals",
+        ),
+        legend=[("s2", "ships"), ("s0", "policy"), ("s7", "baseline")],
+        table=leaderboard_table(facts),
+        commands="\n".join(step["command"] for step in facts["steps"]),
+    )
+
+
+def _style(row: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    return "s2" if row["name"] == facts["chosen"] else "s7" if row["is_baseline"] else "s0"
+
+
+def leaderboard_table(facts: Mapping[str, Any]) -> Table:
+    """The contenders of ``decision.json``, the best first; of the test period, the criterion and true values first."""
+    metric = facts["criterion"]["metric"]
+    known, first = {name for row in facts["leaderboard"] for name in row["test"]}, [metric, *TESTED]
+    tested = sorted(known, key=lambda one: first.index(one if one in first else one.partition("@")[0]))
+    rows, has_rewards = [], any(row["reward"] is not None for row in facts["leaderboard"])
+    for row in facts["leaderboard"]:
+        behind = row["behind"]
+        apart = _measured({"mean": behind or None, "half_width": row["behind_half_width"]})
+        warmth = Cell("" if row["temperature"] is None else f"{row['temperature']:g}")
+        value = _measured({"mean": row["value"], "half_width": row["half_width"]})
+        cells = [value, apart, Cell("yes" if row["lost"] else ""), warmth]
+        cells += [_measured({"mean": row["reward"], "half_width": row["reward_half_width"]})] * has_rewards
+        cells += [_measured(row["test"].get(name)) for name in tested]
+        name = f"{row['name']} (ships)" if row["name"] == facts["chosen"] else row["name"]
+        rows.append(Row(name, cells, _style(row, facts)))
+    if facts["oracle"] is not None:
+        blank = [Cell("")] * (4 + has_rewards)
+        rows.append(Row("oracle", [*blank, *(_measured(facts["oracle"].get(name)) for name in tested)], "s3"))
+    head = ["contender", f"{metric}, validation", "behind the best", "lost", "temperature"]
+    head += ["estimated reward"] * has_rewards
+    head += [f"{name}, test" for name in tested]
+    said = (
+        "± half of the 95 % interval; lost = behind the best beyond doubt; such policies are not evaluated on the test "
+        "period, unless they ship; temperature: of the target of MPO, and of tilting. It is a choice: no criterion of "
+        "a log finds the best one in every world. A smaller one follows the reward model, a larger one the log"
+    )
+    if has_rewards:
+        said += "; estimated reward: of the lists, from the exposures of the validation period and their propensities"
+    return Table(said, head, rows)
+
+
+def _measured(value: Mapping[str, Any] | None) -> Cell:
+    if value is None or value["mean"] is None:
+        return Cell("-")
+    return Cell(f"{value['mean']:.4f}", "" if value["half_width"] is None else f"± {value['half_width']:.4f}")
