@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from recpo.evaluation.document import label_summary
 from recpo.log.prepared import Prepared
-from recpo.log.shaping import label_summary
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
