@@ -172,7 +172,7 @@ class FeedbackDefinition:
         return np.where(dislike, np.int8(DISLIKED), levels)
 
     def buckets(self, duration: np.ndarray) -> np.ndarray:
-        """Duration buckets, int64; ``UNKNOWN_BUCKET`` for unknown durations, and for all where none was read."""
+        """Duration buckets, int64; ``UNKNOWN_BUCKET`` for unknown durations, and for all without fitted ones."""
         if self.cutoffs.keys() == {UNKNOWN_BUCKET}:
             return np.full(np.shape(duration), UNKNOWN_BUCKET)
         power = self._powers(duration)

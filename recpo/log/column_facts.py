@@ -400,7 +400,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
 }
 
-#: Words for the begin and the end of an item's availability, in names of times.
+#: Words in the names of the times from which and until which an item is available.
 _BOUNDS: Final = {
     Derived.AVAILABLE_FROM: frozenset(
         {"availablefrom", "availablesince", "validfrom", "onlinesince", "published", "publish", "publication", "pub"}
@@ -454,7 +454,7 @@ def unit_of_name(name: str) -> str | None:
     return said.pop() if len(said) == 1 else None
 
 
-#: Words before and after what a flag says.
+#: First and last words of flags that add nothing.
 _BEFORE_FLAGS, _AFTER_FLAGS = ("is", "has", "was", "did", "had"), ("bool", "flag", "ind", "indicator", "yn")
 
 

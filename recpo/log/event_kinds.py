@@ -15,7 +15,7 @@ BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "share": ("share", "shared", "forward", "forwarded"),
     "comment": ("comment", "commented"),
     "save": (
-        *("save", "saved", "fav", "favorite", "favorited", "favourite", "favourited", "bookmark", "bookmarked"),
+        *("save", "saved", "fav", "favorite", "favorited", "bookmark", "bookmarked"),
         *("collect", "addtolist", "wishlist", "addtowishlist", "shortlist", "shortlisted"),
     ),
     "cart": ("cart", "addtocart", "addedtocart", "atc"),
@@ -84,6 +84,7 @@ def behavior_of(name: str, *, at: bool = False) -> str | None:
     """
     said = words(name)
     plain = "".join(said[:-1]) if at and said[-1:] and said[-1] in OF_TIMES else plain_name(name)
+    plain = plain.replace("our", "or")  # as spelled in the US
     return next((behavior for behavior, names in BEHAVIORS.items() if plain in names), None)
 
 

@@ -41,7 +41,7 @@ _LAST_DAY: Final = 47_482.0  # 2100-01-01
 _OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not available by a column of their table
 _MOSTLY_KNOWN: Final = 0.9  # of the ids of a log, at least, are in the table of them
 _NAMES_SHOWN: Final = 8
-_HELD_OUT_DAYS: Final = 0.2  # of the events are held out, at most, where the periods are days, but for two days
+_HELD_OUT_DAYS: Final = 0.2  # of the events, at most, where periods of more than a day are held out
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4

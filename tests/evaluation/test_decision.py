@@ -68,7 +68,7 @@ def test_a_period_that_cannot_tell_two_contenders_apart_says_how_many_users_coul
     (said,) = unsure.advice
     half_width = unsure.gain.half_width
     assert half_width > 0.02
-    assert f"from about {half_width:.4f} on" in said
+    assert f"by +0.0200 ± {half_width:.4f} (p = {unsure.p_value:.2f}," in said
     assert f"about {math.ceil(USERS * (half_width / 0.02) ** 2):,} such users" in said
     better, worse = noisy(0.8, 1) + noisy(0, 2), noisy(0.6, 1) + noisy(0, 2)
     assert choose([als, measured("mpo", better)], criterion).advice == []  # it ships
