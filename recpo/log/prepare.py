@@ -467,7 +467,7 @@ class PrepareRun:
         return [name for name in AVAILABILITY if name in {*self._said} | by_events]
 
     def _given_times(self) -> ir.Table:
-        """What the table says of all items: ``item_id``, and ``_said`` in ms."""
+        """The times of all items by the table: ``item_id``, and ``_said`` in ms."""
         return self._table_times()
 
     def _table_times(self) -> ir.Table:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import recpo
-from recpo.base.feedback import HIGHEST
+from recpo.base.feedback import HIGHEST, LOWEST
 from recpo.cli.main import main
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.inspection import inspect_log
@@ -537,3 +537,86 @@ def test_tables_tell_users_and_items_of_unknown_names(tmp_path):
     found = inspect_log(tmp_path, columns=Columns(user_id="human"))
     assert (found.questions, found.columns.item_id, found.columns.request_id) == ((), "leaflet", "auction_id")
     assert (found.label.class_name, {*found.tables}) == ("BinaryColumn", {"item", "user"})
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_swipes_and_times_at_which_something_happened_are_labels(suffix, tmp_path):
+    random = np.random.default_rng(0)
+    log = events(800).rename(columns={"user": "viewer_id", "item": "profile_id", "second": "shown_ts"})
+    log = log[["viewer_id", "profile_id", "shown_ts"]]
+    swipes = log.assign(
+        decision=random.choice(["like", "pass", "superlike", "report"], len(log), p=(0.3, 0.5, 0.1, 0.1))
+    )
+    times = pd.to_datetime(log["shown_ts"] + 90, unit="s").where(random.random(len(log)) < 0.3)
+    emails = log.rename(columns={"shown_ts": "sent_at"}).assign(clicked_at=times.astype(str).where(times.notna()))
+    for name, table in (("swipes", swipes), ("emails", emails)):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / f"log.{suffix}"
+        table.to_csv(file, index=False) if suffix == "csv" else table.to_parquet(file)
+    found = recpo.init(tmp_path / "swipes", tmp_path / "a")
+    assert (found.columns.label.values, found.columns.dislike.values) == (("like", "superlike"), ("report",))
+    assert not found.outcome_rows
+    recpo.init(tmp_path / "emails", tmp_path / "b")
+    for out, positive, disliked in (
+        ("a", swipes["decision"].isin(["like", "superlike"]), swipes["decision"] == "report"),
+        ("b", times.notna(), times == 0),
+    ):
+        assert main(["prepare", "--config", str(tmp_path / out / "prepare.yaml"), "--quiet"]) == 0
+        counts = recpo.load(tmp_path / out / "prepared").manifest["counts"]["splits"].values()
+        assert sum(period["positive"] for period in counts) == positive.sum()
+        assert sum(period["disliked"] for period in counts) == disliked.sum()
+        assert sum(period["unknown"] for period in counts) == 0
+
+
+def test_tables_may_call_their_ids_otherwise_than_the_log(tmp_path):
+    log = events().rename(columns={"user": "payload.user", "item": "payload.article_id", "second": "event_ts"})
+    log = log[["payload.user", "payload.article_id", "event_ts", "flag"]].rename(columns={"flag": "clicked"})
+    log.to_csv(tmp_path / "log.csv", index=False)
+    items, users = (log[name].drop_duplicates() for name in ("payload.article_id", "payload.user"))
+    pd.DataFrame({"article_id": items, "topic": items % 3}).to_csv(tmp_path / "articles.csv", index=False)
+    pd.DataFrame({"id": users, "age": users % 50}).to_csv(tmp_path / "people.csv", index=False)
+    pd.DataFrame({"id": users + 10_000, "size": 1}).to_csv(tmp_path / "others.csv", index=False)
+    found = recpo.init(tmp_path, tmp_path / "out")
+    named = {"item": "articles.csv", "user": "people.csv"}
+    assert found.tables == {side: str(tmp_path / name) for side, name in named.items()}
+    assert (found.table_columns.item_id, found.table_columns.user_id) == ("article_id", "id")
+    assert any("others.csv" in doubt and "not read" in doubt for doubt in found.doubts)
+    assert main(["prepare", "--config", str(tmp_path / "out" / "prepare.yaml"), "--quiet"]) == 0
+    schema = recpo.load(tmp_path / "out" / "prepared").feature_schema
+    assert ([one.name for one in schema.item], [one.name for one in schema.user]) == (["topic"], ["age"])
+
+
+def test_watch_times_without_durations_are_ranks_of_all(tmp_path):
+    """Sessions with a long tail: divided by their 99 % quantile, hardly one would be positive."""
+    random, log = np.random.default_rng(0), events(2000)
+    log = log[["user", "item", "second"]].assign(session_seconds=random.lognormal(5, 1.5, len(log)).round(1))
+    log.to_parquet(tmp_path / "log.parquet")
+    found = inspect_log(tmp_path / "log.parquet")
+    assert (found.label.class_name, found.label.init_args["by_duration"]) == ("WatchQuantiles", False)
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    counts = data.manifest["counts"]["splits"]["train"]
+    assert 0.2 * counts["targets"] < counts["positive"] < 0.3 * counts["targets"]
+    assert (counts["unknown"], data.manifest["warnings"]) == (0, [])
+    seconds = np.quantile(log["session_seconds"], [0.01, 0.5, 0.99])
+    for duration in (np.full(3, np.nan), np.array([1.0, 100.0, 9000.0])):  # nothing is compared with it
+        levels = data.feedback.levels(seconds, duration, np.zeros(3, bool), np.full(3, np.nan))
+        assert levels.tolist() == [LOWEST, levels[1], HIGHEST]
+        assert abs(levels[1] - (LOWEST + HIGHEST) / 2) <= 1
+    with refused("out_of_range", "duration_exponent"):
+        recpo.WatchQuantiles(by_duration=False, duration_exponent=0.5)
+
+
+def test_a_log_that_grows_holds_fewer_days_out(tmp_path):
+    random = np.random.default_rng(0)
+    for power, days in ((1.0, 2), (0.25, 1)):  # of 30 days, evenly, or mostly at the end
+        log = events(2000)[["user", "item", "rating"]]
+        log["second"] = 1_700_006_400 + (30 * 86_400 * random.random(len(log)) ** power).astype(int)
+        log.to_parquet(tmp_path / "log.parquet")
+        split = inspect_log(tmp_path / "log.parquet").split
+        assert (split.init_args["valid_days"], split.init_args["test_days"]) == (days, days)
+
+
+def test_points_of_the_upper_half_of_a_scale_have_their_own_range(tmp_path):
+    log = events().assign(rating=lambda table: 80 + 5 * (table["rating"] - 1))
+    log[["user", "item", "second", "rating"]].to_parquet(tmp_path / "log.parquet")
+    assert inspect_log(tmp_path / "log.parquet").label.init_args == {"low": 80, "high": 100}

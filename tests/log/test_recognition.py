@@ -5,9 +5,9 @@ import pytest
 
 from recpo.log.column_facts import column_facts, length_units, rank_as, unit_of_name
 from recpo.log.csv_files import CsvFormat, text_format
-from recpo.log.event_kinds import behavior_of
+from recpo.log.event_kinds import are_kinds, behavior_of, offers, outcome_grades
 from recpo.log.recognition import recognize
-from recpo.log.schema import Columns, FlagColumn
+from recpo.log.schema import ANY, Columns, FlagColumn
 
 SECONDS = [1_700_000_000 + 977 * step for step in range(40)]
 BASE = {"user_id": [1, 2, 3, 4] * 10, "item_id": list(range(8)) * 5, "timestamp": SECONDS}
@@ -41,10 +41,14 @@ def test_the_unit_that_a_name_says(name, unit):
     ("role", "names"),
     [
         ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid", "person", "respondent_id"]),
-        ("user_id", ["learner", "candidateId", "profile"]),
-        ("item_id", ["video", "movieId", "product-id", "parent_asin"]),
+        ("user_id", ["learner", "candidateId", "profile", "member_no", "playerGuid", "payload.user", "distinct_id"]),
+        ("item_id", ["video", "movieId", "product-id", "parent_asin", "gameCode", "payload.article_id", "recipe_code"]),
+        ("timestamp", ["shown_ts", "event_ts", "sessionStartMs"]),
+        ("propensity", ["show_prob"]),
+        ("is_random", ["random_sort"]),
         ("watch_time", ["play_time_ms", "playedMs", "watch_time", "dwellTimeSeconds", "total_listen_time"]),
         ("watch_time", ["play_seconds", "watch_seconds", "listen_seconds", "stream_ms", "time_listened", "view_time"]),
+        ("watch_time", ["reading_seconds", "sessionLenSec", "mins_listened"]),
         ("item_id", ["episode", "song_id", "Podcast"]),
         ("duration", ["episode_minutes", "trackLengthMs", "video_duration"]),
         ("label", ["rating", "Book-Rating", "movie_stars", "percent_watched", "feedback"]),
@@ -57,6 +61,73 @@ def test_names_in_every_spelling(role, names):
     assert rank_as("item_id", "episode_minutes") is None
     assert rank_as("label", "average_rating") is rank_as("label", "_%") is None
     assert (behavior_of("is_addToCart"), behavior_of("applied")) == ("cart", "apply")
+    assert (behavior_of("click_bool"), behavior_of("has_purchased")) == ("click", "purchase")
+    assert (behavior_of("clicked_at"), behavior_of("clicked_at", at=True)) == (None, "click")
+    assert rank_as("label", "response_seconds") is None
+
+
+@pytest.mark.parametrize(
+    ("texts", "offered", "grades"),
+    [
+        (["impression", "click"], ["impression"], {"click": 1.0}),
+        (["view", "cart", "purchase"], ["view"], {"cart": 0.5, "purchase": 1.0}),
+        (["ad_view", "favorite", "contact_seller"], ["ad_view"], {"favorite": 0.5, "contact_seller": 1.0}),
+        (["push_sent", "push_opened", "push_disabled"], ["push_sent", "push_disabled"], {"push_opened": 1.0}),
+        (["like", "pass", "superlike", "report"], ["pass", "report"], {"like": 1.0, "superlike": 1.0}),
+        (["accepted", "declined"], ["declined"], {"accepted": 1.0}),
+        (["view", "add_to_cart", "remove_from_cart"], ["view", "remove_from_cart"], {"add_to_cart": 1.0}),
+        (["click", "view"], ["view"], {"click": 1.0}),
+        (["seen", "applied"], ["seen"], {"applied": 1.0}),
+    ],
+)
+def test_kinds_of_events_by_their_texts(texts, offered, grades):
+    assert list(offers(texts)) == offered
+    assert outcome_grades(texts) == grades
+    assert are_kinds(texts)
+    columns = {"decision": [texts[number % len(texts)] for number in range(40)]}
+    found = recognize(facts(**BASE, **columns))
+    assert found.columns.label.column == "decision"
+    assert set(found.columns.label.values) == set(grades)
+    disliked = {text for text in texts if text in ("report", "push_disabled")}
+    assert set(getattr(found.columns.dislike, "values", ())) == disliked
+
+
+def test_texts_that_are_no_kinds_of_events():
+    for texts in (["red", "blue"], ["like", "dislike"], ["view", "blue"], ["mobile", "desktop"], ["view"]):
+        assert not are_kinds(texts), texts
+
+
+def test_a_conversion_is_the_label_where_there_are_enough():
+    for number, label in ((1_000, "booking_bool"), (999, "click_bool")):
+        ones = {"click_bool": 2_000, "booking_bool": number}
+        columns = {name: [1] * count + [0] * (3_000 - count) for name, count in ones.items()}
+        rows = {name: values * 75 for name, values in BASE.items()}
+        assert recognize(facts(**rows, **columns)).columns.label == label
+
+
+def test_the_score_of_a_model_and_what_does_not_differ_are_no_labels():
+    score = {"score": [step / 40 for step in range(40)], "clicked": [0, 1] * 20}
+    assert recognize(facts(**BASE, **score)).columns.label == "clicked"
+    assert recognize(facts(**BASE, score=score["score"])).columns.label == "score"
+    assert recognize(facts(**BASE, rating=[5] * 40)).columns.label is None
+
+
+def test_the_time_of_an_event_is_the_one_that_all_have_or_that_says_when_it_began():
+    ids = {name: BASE[name] for name in ("user_id", "item_id")}
+    later = [second + 60 if second % 2 else None for second in SECONDS]
+    found = recognize(facts(**ids, emailed=SECONDS, clicked_at=later))
+    assert found.columns.timestamp == "emailed"
+    assert found.columns.label == FlagColumn("clicked_at", ANY)
+    both = {"start_hour": SECONDS, "finish_hour": [second + 60 for second in SECONDS]}
+    assert recognize(facts(**ids, **both)).columns.timestamp == "start_hour"
+    unclear = recognize(facts(**ids, one_hour=SECONDS, other_hour=SECONDS))
+    assert any(question.startswith("timestamp") for question in unclear.questions), "not a random order"
+
+
+@pytest.mark.parametrize("texts", [["4,5", "3,0"], ["73%", "12%"], ["9/10", "7/10"]])
+def test_feedback_in_another_form_is_asked_for(texts):
+    found = recognize(facts(**BASE, rating=[texts[number % 2] for number in range(40)]))
+    assert any("`rating`" in question and "is text" in question for question in found.questions)
 
 
 @pytest.mark.parametrize(
