@@ -379,15 +379,23 @@ def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
         form: known delimiter and names; the delimiter is tried first.
     """
     delimiter = form.of(Path("log.csv"))
-    widths = range(3, sys.maxsize) if form.names is None else (len(form.names),)
-    if not lines or len(line_values(lines[0], delimiter)) not in widths:
-        delimiter = next((one for one in _DELIMITERS if _cuts(lines, one, widths)), delimiter)
+    wanted = (range(3, sys.maxsize), (2,)) if form.names is None else ((len(form.names),),)
+    if not lines or len(line_values(lines[0], delimiter)) not in wanted[0]:
+        found = (one for widths in wanted for one in _DELIMITERS if _cuts(lines, one, widths))
+        delimiter = next(found, delimiter)
     first = line_values(lines[0], delimiter) if lines else []
     names = form.names
     if names is None and any(_is_number(value) for value in first):
         names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
         names = _RATINGS if _is_ratings([line_values(line, delimiter) for line in lines]) else names
     return CsvFormat(delimiter, names)
+
+
+def table_format(path: Place) -> CsvFormat:
+    """The format of a table of items or users: the delimiter that gives most names in its first line."""
+    lines, usual = first_lines(path, 1), CsvFormat().of(path)
+    tried = (usual, *_DELIMITERS[:-1])  # names have spaces
+    return CsvFormat(max(tried, key=lambda one: sum(len(line_values(line, one)) for line in lines)))
 
 
 def _cuts(lines: Sequence[str], delimiter: str, widths: Sequence[int]) -> bool:

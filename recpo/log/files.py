@@ -201,7 +201,7 @@ def open_files(
     sources: Mapping[str, str | FlagColumn],
     work: Place,
     what: str,
-    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+    form: CsvFormat | None = None,
 ) -> tuple[list[LogFile], list[Fault]]:
     """The readable files of a log or table.
 
@@ -210,7 +210,7 @@ def open_files(
         sources: standard name -> name in the files, or flag that is read from values, for the requested columns.
         work: a directory for temporary files.
         what: name of the log or table in messages.
-        form: delimiter and column names of text files.
+        form: delimiter and column names of text files; None = those of a table, each file by its first line.
 
     Returns:
         The files whose rows can be used, and all faults.
@@ -231,12 +231,12 @@ def open_files(
 
 
 def _open_file(
-    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat
+    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat | None
 ) -> tuple[LogFile | None, list[Fault]]:
     """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``."""
     read, names, faults, left_out, warnings = path, None, list[Fault](), list[int](), list[str]()
     if csv_files.is_text_file(path):
-        read = staged
+        read, form = staged, form or csv_files.table_format(path)
         names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form)
     with pq.ParquetFile(readable(read)) as parquet:
         rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
