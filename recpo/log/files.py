@@ -422,6 +422,7 @@ class TableSample:
         skipped: number of inspected rows with a wrong number of values.
         nested: columns of structs, lists or maps, which ``table`` lacks.
         lists: those of lists, which can be features of items and users.
+        partial: columns that only some of the files have, which ``table`` lacks.
     """
 
     files: tuple[Place, ...]
@@ -431,6 +432,7 @@ class TableSample:
     skipped: int
     nested: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -439,7 +441,7 @@ class TableSample:
 
 
 def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
-    """Samples at most ``MOST_ROWS`` rows of the files of a log, grouped by their columns.
+    """Samples at most ``MOST_ROWS`` rows of the files of a log, grouped by their columns, in any order.
 
     Args:
         log: files, directories and patterns.
@@ -454,7 +456,7 @@ def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
             "log: an empty list names no file; expected files, directories or patterns", code="empty", field="log"
         )
     share = max(_LEAST_ROWS, MOST_ROWS // len(files))
-    groups: dict[tuple[str, ...], list[TableSample]] = {}
+    groups: dict[tuple[frozenset[str], CsvFormat], list[TableSample]] = {}
     for file in files:
         try:
             one = _text_sample(file, form, share) if csv_files.is_text_file(file) else _parquet_sample(file, share)
@@ -464,18 +466,27 @@ def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
             raise RecpoError(
                 f"{file}: not readable as Parquet or CSV ({first_line(error)})", code="wrong_file", field=file.name
             ) from error
-        groups.setdefault((*one.table.column_names, *one.nested, one.form.of(file)), []).append(one)
-    return [_together(samples) for samples in groups.values()]
+        groups.setdefault((frozenset((*one.table.column_names, *one.nested)), one.form), []).append(one)
+    return [together(samples) for samples in groups.values()]
 
 
-def _together(samples: list[TableSample]) -> TableSample:
-    tables = [one.table for one in samples if one.table.num_rows] or [samples[0].table]
+def together(samples: Sequence[TableSample]) -> TableSample:
+    """The files of all samples as one, with the columns that all of them have."""
+    known = [one.table.column_names for one in samples]
+    names = [name for name in known[0] if all(name in one for one in known)]
+    tables = [one.table.select(names) for one in samples if one.table.num_rows] or [samples[0].table.select(names)]
+    texts = {column.name for one in tables for column in one.schema if is_text(column.type)}
+    schemas = [
+        [column.with_type(pa.string()) if column.name in texts else column for column in one.schema] for one in tables
+    ]
+    tables = [one.cast(pa.schema(schema)) for one, schema in zip(tables, schemas, strict=True)]
     return replace(
         samples[0],
         files=tuple(file for one in samples for file in one.files),
         table=pa.concat_tables(tables, promote_options="permissive"),
         rows=sum(one.rows for one in samples),
         skipped=sum(one.skipped for one in samples),
+        partial=tuple(dict.fromkeys(name for one in known for name in one if name not in names)),
     )
 
 

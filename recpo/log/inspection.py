@@ -21,9 +21,18 @@ from recpo.base.frames import some_of
 from recpo.log.column_facts import ColumnFacts, bound_of, column_facts, plain_name, rank_as
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
-from recpo.log.files import TableSample, sample_tables
+from recpo.log.files import TableSample, sample_tables, together
 from recpo.log.recognition import Recognition, recognize
-from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, Derived, FlagColumn, LogColumns
+from recpo.log.schema import (
+    MILLISECONDS_PER_DAY,
+    MILLISECONDS_PER_UNIT,
+    PRESETS,
+    Columns,
+    Derived,
+    FlagColumn,
+    LogColumns,
+    name_of,
+)
 from recpo.log.shaping import estimated_duration_exponent
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
@@ -236,7 +245,11 @@ def inspect_log(
     ]
     best = max(range(len(found)), key=lambda number: _likeness(found[number], samples[number]))
     sample, recognition = samples[best], found[best]
-    others = tuple(one for number, one in enumerate(samples) if number != best)
+    others = tuple(one for one in samples if one is not sample and not _is_part(one, sample, recognition))
+    if len(others) + 1 < len(samples):
+        sample = together([sample, *(one for one in samples if _is_part(one, sample, recognition))])
+        facts[best] = {name: column_facts(name, sample.table[name]) for name in sample.table.column_names}
+        recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, [sample, *others]))
     keyed = _tables(recognition, sample, others)
     tables = {side: file for side, (file, _) in keyed.items()}
     item, user = map(recognition.column, (LogColumns.ITEM_ID, LogColumns.USER_ID))
@@ -274,6 +287,19 @@ def _with_texts_as_ids(sample: TableSample) -> TableSample:
         if named and pa.types.is_floating(values.type) and not pc.all(pc.equal(values, pc.floor(values))).as_py():
             table = table.set_column(place, name, table[name].cast(pa.string()))
     return replace(sample, table=table)
+
+
+def _used(found: Recognition) -> list[str]:
+    """The columns of a log that are read."""
+    return [*(one.column for one in found.findings), *map(name_of, found.behaviors.values())]
+
+
+def _is_part(one: TableSample, log: TableSample, found: Recognition) -> bool:
+    """Whether other files have the columns of the log that are read, and more that ``prepare`` does not look for."""
+    names, sought = set(one.table.column_names), set(map(name_of, PRESETS[found.preset].sources().values()))
+    is_found = found.column(LogColumns.USER_ID) is not None and found.column(LogColumns.ITEM_ID) is not None
+    is_alike = names.issuperset(_used(found)) and not sought & (names ^ set(log.table.column_names))
+    return one is not log and is_found and is_alike and one.form == log.form
 
 
 def _keys(log: TableSample, samples: Sequence[TableSample]) -> set[str]:
@@ -412,7 +438,9 @@ def _not_read(one: TableSample, found: Recognition) -> str:
         return (
             f"{files}: not read, as {again:,} rows have the `{keys[0]}` of an earlier row: a table has one row for each"
         )
-    return f"{files}: other columns than the log, not read"
+    lacking = ", ".join(f"`{name}`" for name in _used(found) if name not in names)
+    why = f"it lacks {lacking}" if lacking else "it has another delimiter, or a column that recpo would look for in all"
+    return f"{files}: other columns than the log, not read ({one.rows:,} rows), as {why}"
 
 
 def _doubts_of_files(
@@ -421,7 +449,9 @@ def _doubts_of_files(
     doubts = []
     if len(sample.files) > 1:
         names = ", ".join(file.name for file in sample.files[:5])
-        doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}")
+        extra = ", ".join(f"`{name}`" for name in sample.partial)
+        also = f"; not all of them have {extra}, which is not read" if extra else ""
+        doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}{also}")
     doubts += [_not_read(one, found) for one in others if not {*map(str, one.files)} & {*tables.values()}]
     if sample.nested:
         doubts.append(

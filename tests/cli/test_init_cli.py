@@ -349,6 +349,26 @@ def test_files_that_are_no_tables_say_why(tmp_path):
     assert "other columns than the log" in pairs
 
 
+@pytest.mark.parametrize("suffixes", [("csv", "csv"), ("parquet", "parquet"), ("csv", "tsv")])
+def test_files_with_the_columns_of_the_log_in_any_order_and_more_are_one_log(suffixes, tmp_path):
+    table = events()[["user", "item", "second", "flag"]].rename(columns={"flag": "click"})
+    first, second = table[:300].assign(note=1.5), table[300:][["click", "second", "item", "user"]]
+    second = second.assign(note="a", device="ios")
+    (tmp_path / "log").mkdir()
+    for frame, name, suffix in zip((first, second), "ab", suffixes, strict=True):
+        file = tmp_path / "log" / f"{name}.{suffix}"
+        frame.to_parquet(file) if suffix == "parquet" else frame.to_csv(file, sep={"csv": ",", "tsv": "\t"}[suffix])
+    found = recpo.init(tmp_path / "log", tmp_path / "out")
+    assert found.counts.events == len(table)
+    assert any("2 files" in doubt and "`device`" in doubt for doubt in found.doubts)
+    data = recpo.prepare(**preparation_of(found), out=tmp_path / "data", progress=False)
+    assert data.manifest["counts"]["read"] == len(table)
+    first.assign(rating=events()["rating"]).to_csv(tmp_path / "log" / "c.csv")
+    found = inspect_log(tmp_path / "log")
+    assert [file.name for file in found.sample.files] == ["c.csv"]
+    assert any("(300 rows), as it lacks `rating`" in doubt for doubt in found.doubts)
+
+
 def plays(number=1200, watched="play_seconds", length="track_seconds", factor=1.0):
     """Plays of tracks, most of them whole; thumbs as texts: 5 % down, 15 % up, the rest null."""
     random = np.random.default_rng(0)
