@@ -35,6 +35,7 @@ _ONE_BYTE: Final = b"\x1f"  # replaces a delimiter of several characters, becaus
 _ANY_TYPE: Final = (CONTEXT, FEATURE)
 _WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # integers that int64 holds, without leading zeros
 _ZERO_LED: Final = r"^0[0-9]+$"  # ids such as 007
+_POINTED: Final = r"^-?[0-9]{1,15}\.0$"  # integers as they are written beside missing values, which made them floats
 _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
 _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
@@ -103,6 +104,7 @@ class _ColumnFacts:
     numbers: int = 0
     flags: int = 0
     words: int = 0
+    pointed: int = 0
     first_words: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, text: pa.Array, first_row: int) -> None:
@@ -116,7 +118,9 @@ class _ColumnFacts:
         else:
             expected = pc.or_(number, flag) if _takes_flags(self.column) else number
         word = pc.and_not(known, expected)
-        for name, found in {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word}.items():
+        pointed = pc.match_substring_regex(text, _POINTED)
+        counted = {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word, "pointed": pointed}
+        for name, found in counted.items():
             setattr(self, name, getattr(self, name) + found.true_count)
         missing = EXAMPLES - len(self.first_words)
         rows = pc.indices_nonzero(word)[:missing].to_pylist()
@@ -450,7 +454,7 @@ def _takes_flags(column: str) -> bool:
 
 def _kind(column: str, facts: _ColumnFacts) -> pa.DataType:
     if column in LogColumns.IDS:
-        return pa.int64() if facts.values and facts.whole == facts.values else pa.string()
+        return pa.int64() if facts.values and facts.values in (facts.whole, facts.pointed) else pa.string()
     if column == LogColumns.TIMESTAMP and 2 * facts.numbers < facts.values:
         return pa.string()
     if column.startswith(_ANY_TYPE) and facts.words:
@@ -469,6 +473,7 @@ def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_boolean(kind):
         return pc.if_else(pc.or_(true, false), true, pa.scalar(None, pa.bool_()))
     if pa.types.is_integer(kind):
+        text = pc.replace_substring_regex(text, r"\.0$", "")
         return pc.if_else(pc.match_substring_regex(text, _WHOLE), text, pa.scalar(None, pa.string())).cast(kind)
     fits = pc.match_substring_regex(text, _NUMBER)
     numbers = pc.ascii_ltrim(pc.if_else(fits, text, pa.scalar(None, pa.string())), characters="+").cast(kind)

@@ -189,6 +189,7 @@ def open_log(
 
     columns, missing = settle_columns(opened, wanted, needed, _remedy)
     types, mistyped = settle_types(opened, columns, expected)
+    types |= {column: pa.int64() for column in LogColumns.IDS if pa.types.is_floating(types.get(column, pa.null()))}
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
@@ -394,7 +395,8 @@ def _expected_type(column: str, kind: pa.DataType, flag: FlagColumn | None) -> s
         suits = number or is_text(kind) or pa.types.is_boolean(kind) or is_time
         return None if suits else "strings, numbers or booleans"
     if column in LogColumns.IDS:
-        return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
+        is_whole = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        return None if is_whole or is_text(kind) else "integers or strings"
     if column == LogColumns.TIMESTAMP:
         suits = number or is_text(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
         return None if suits else "a number, a time or a string"

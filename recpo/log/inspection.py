@@ -34,6 +34,7 @@ from recpo.log.schema import (
     name_of,
 )
 from recpo.log.shaping import estimated_duration_exponent
+from recpo.log.usable_rows import usable_rows
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 #: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
@@ -110,6 +111,7 @@ class Inspection(Recognition):
         tables: "item" and "user" -> a file with one row for each.
         table_columns: columns of the tables that say how long an item is, and when it is available, and ids with other
             names than in the log. The sample has these durations beside the columns of the log.
+        left_out: options of ``prepare`` that leave out rows without a user, item or time, or of wrong clocks.
         written: the files that were written, by what they configure; empty before.
         commands: the commands to run with them, in order, from the log to recommendations.
     """
@@ -121,6 +123,7 @@ class Inspection(Recognition):
     others: tuple[TableSample, ...] = field(repr=False, default=())
     tables: Mapping[str, str] = field(default_factory=dict)
     table_columns: FeatureColumns = field(default_factory=FeatureColumns)
+    left_out: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Path] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
 
@@ -253,6 +256,10 @@ def inspect_log(
     keyed = _tables(recognition, sample, others)
     tables = {side: file for side, (file, _) in keyed.items()}
     item, user = map(recognition.column, (LogColumns.ITEM_ID, LogColumns.USER_ID))
+    known, read = recognition, facts[best]
+    sample, left_out, questions, unusable = usable_rows(
+        sample, recognition, read, lambda table: _event_days(table, known, read)
+    )
     rows, length = _item_rows(sample, others, *keyed.get("item", ("", "")), str(item)), None
     if recognition.column(LogColumns.WATCH_TIME) is not None and recognition.column(LogColumns.DURATION) is None:
         length = _length_column(rows, sample, columns)
@@ -270,11 +277,11 @@ def inspect_log(
         doubts.append(f"`{length}` of the table of items is the duration of each event")
     recognition = replace(
         recognition,
-        questions=(*_unnamed(sample), *recognition.questions),
-        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts),
+        questions=(*_unnamed(sample), *recognition.questions, *questions),
+        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts, *unusable),
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
-    about["table_columns"] = FeatureColumns(**table_columns)
+    about |= {"table_columns": FeatureColumns(**table_columns), "left_out": left_out}
     return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
 
 

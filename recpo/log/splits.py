@@ -173,13 +173,7 @@ class TemporalSplit(Split):
         text = getattr(self, key)
         if text is None:
             return None
-        try:
-            moment = datetime.fromisoformat(text)
-        except ValueError as error:
-            raise RecpoError(
-                f"split {key}: {text!r} is not an ISO time such as 2024-05-01T00:00:00", code="bad_value", field=key
-            ) from error
-        return moment if moment.tzinfo else moment.replace(tzinfo=zone)
+        return _iso_time(key, text, zone)
 
 
 @dataclass(frozen=True)
@@ -368,6 +362,25 @@ def _zone(name: str) -> tzinfo:
             code="unknown_name",
             field="timezone",
         ) from error
+
+
+def _iso_time(key: str, text: str, zone: tzinfo) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise RecpoError(
+            f"{key}: {text!r} is not an ISO time such as 2024-05-01T00:00:00", code="bad_value", field=key
+        ) from error
+    return moment if moment.tzinfo else moment.replace(tzinfo=zone)
+
+
+def iso_ms(key: str, text: str) -> int:
+    """An ISO time in milliseconds since the epoch; without an offset, it is in UTC.
+
+    Raises:
+        RecpoError: it is no such time; ``key`` is the option.
+    """
+    return _milliseconds(_iso_time(key, text, UTC))
 
 
 def _moment(milliseconds: int, zone: tzinfo) -> datetime:

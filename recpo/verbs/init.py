@@ -103,6 +103,7 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
         chosen["behaviors"] = dict(found.behaviors)
     if found.outcome_rows:
         chosen["outcome_rows"] = True
+    chosen |= found.left_out
     chosen |= {"label": label(**found.label.init_args), "split": split(**found.split.init_args)}
     return {**chosen, "columns": columns}
 
@@ -148,6 +149,9 @@ def _prepare_text(found: Inspection, out: Path) -> str:
         followed = "# an exposure and what followed are one event: the one with the highest label"
         lines.append(f"outcome_rows: true            {followed}")
     lines.append(_class_entry("split", found.split))
+    if found.left_out:
+        lines.append("\n# Rows without a user, item or time, and rows of wrong clocks, are left out and counted.")
+    lines += [f"{name}: {_yaml(value)}" for name, value in found.left_out.items()]
     if "behaviors" in options:
         lines.append(f"\nbehaviors: {_yaml(options['behaviors'])}")
     for side, file in found.tables.items():

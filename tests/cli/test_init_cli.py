@@ -369,6 +369,40 @@ def test_files_with_the_columns_of_the_log_in_any_order_and_more_are_one_log(suf
     assert any("(300 rows), as it lacks `rating`" in doubt for doubt in found.doubts)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("column", "values", "left_out"),
+    [
+        ("user", [np.nan] * 200, {"skip_incomplete": True}),  # numbers with fractions, as pandas has them
+        ("day", ["0000-00-00 00:00:00", None, "soon"], {"skip_incomplete": True}),
+        ("day", ["2031-01-01 00:00:00"] * 3, {"end": "2023-11-27"}),
+        ("day", ["2031-01-01 00:00:00", "1985-02-02 10:00:00", ""], {"skip_incomplete": True, "begin": "2023-11-14"}),
+        ("item", [np.nan] * 350, None),
+    ],
+)
+def test_rows_that_prepare_cannot_read_are_left_out_and_said(suffix, column, values, left_out, tmp_path, monkeypatch):
+    table = events()[["user", "item", "second", "rating"]]
+    table = table.assign(day=pd.to_datetime(table.pop("second"), unit="s").astype(str))
+    table = table.astype({column: float} if column != "day" else {})
+    table.loc[np.arange(1, 600, 600 // len(values))[: len(values)], column] = values
+    monkeypatch.chdir(tmp_path)
+    table.to_csv("log.csv", index=False) if suffix == "csv" else table.to_parquet("log.parquet")
+    if left_out is None:
+        with refused("missing_option", "item_id"):
+            recpo.init(f"log.{suffix}")
+        return
+    found = recpo.init(f"log.{suffix}")
+    assert left_out.items() <= found.left_out.items()
+    assert (found.counts.events, round(found.counts.days)) == (600 - len(values), 13)
+    assert found.split.class_name == "TemporalSplit"
+    (*_, said) = found.doubts
+    assert "leave" in said
+    assert main(["prepare", "--config", "prepare.yaml"]) == 0
+    counts = recpo.load("prepared").manifest["counts"]
+    dropped = [count for reason, count in counts["dropped"].items() if "outside" not in reason]
+    assert (counts["read"], sum(dropped)) == (600, len(values))
+
+
 def plays(number=1200, watched="play_seconds", length="track_seconds", factor=1.0):
     """Plays of tracks, most of them whole; thumbs as texts: 5 % down, 15 % up, the rest null."""
     random = np.random.default_rng(0)
