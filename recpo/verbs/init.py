@@ -20,6 +20,7 @@ from recpo.log.inspection import Choice, Inspection, inspect_log
 from recpo.log.schema import PRESETS, Columns, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.verbs.fit_recipes import FACTORS, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
+from recpo.verbs.prepare import source_of
 from recpo.verbs.verb import PYTHON_ONLY, Verb, configurations, function_of
 
 
@@ -52,7 +53,14 @@ class Init(Verb[Inspection]):
 
     def execute(self) -> Inspection:
         """Inspects, then writes."""
-        found = inspect_log(self.log, columns=self.columns, csv=self.csv)
+        log = source_of(self.log, "log")
+        if not isinstance(log, list):
+            raise RecpoError(
+                "log: init reads files, which prepare.yaml names: write the frame to Parquet, or give it to recpo.fit",
+                code="wrong_type",
+                field="log",
+            )
+        found = inspect_log(log, columns=self.columns, csv=self.csv)
         self.on_inspected(found)
         return write_configurations(found, Path(self.out))
 
