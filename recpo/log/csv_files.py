@@ -35,6 +35,7 @@ _ONE_BYTE: Final = b"\x1f"  # replaces a delimiter of several characters, becaus
 _ANY_TYPE: Final = (CONTEXT, FEATURE)
 _WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # integers that int64 holds, without leading zeros
 _ZERO_LED: Final = r"^0[0-9]+$"  # ids such as 007
+_LONG: Final = r"^[0-9]{19,}$"  # of which floating-point numbers keep the first digits
 _POINTED: Final = r"^-?[0-9]{1,15}\.0$"  # integers as they are written beside missing values, which made them floats
 _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
 _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
@@ -208,7 +209,9 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
         facts = _ColumnFacts(FEATURE)
         facts.add(pc.utf8_trim_whitespace(values), 0)
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
-        columns.setdefault(name, _cast(values, _kind(FEATURE, facts)))
+        kind = _kind(FEATURE, facts)
+        is_long = pa.types.is_floating(kind) and pc.any(pc.match_substring_regex(values, _LONG)).as_py()
+        columns.setdefault(name, values if is_long else _cast(values, kind))
     return pa.table(columns), len(reader.ragged), size
 
 
@@ -443,9 +446,19 @@ def first_lines(path: Place, number: int) -> list[str]:
     try:
         return [line.decode("utf-8") for line in lines]
     except UnicodeDecodeError as error:
-        raise RecpoError(
-            f"its first line, the column names, is not UTF-8 text ({error})", code="bad_value", field="encoding"
-        ) from error
+        raise RecpoError(f"not UTF-8 text: {wrong_byte(path)}", code="bad_value", field="encoding") from error
+
+
+def wrong_byte(path: Place) -> str:
+    """The first line and byte of a file that are not UTF-8 text, and what to do; empty if there are none."""
+    with closing(io.BufferedReader(open_text(path))) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                place = f"line {number:,} has 0x{line[error.start]:02x} as its byte {error.start + 1:,}"
+                return f"{place}; if the text is latin-1, write it again with iconv -f latin1 -t utf-8"
+    return ""
 
 
 def _takes_flags(column: str) -> bool:

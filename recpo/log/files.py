@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 
 from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.features import expected_type, is_list, is_text
+from recpo.base.frames import some_of
 from recpo.log import csv_files
-from recpo.log.csv_files import CsvFormat
+from recpo.log.csv_files import CsvFormat, wrong_byte
 from recpo.log.engine import Engine, copy_columns
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
 from recpo.log.locations import Location, Place, locate, readable
@@ -99,11 +100,11 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
         place = locate(name)
         files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
         if not files:
-            raise RecpoError(
-                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob",
-                code="missing_file",
-                field=what,
-            )
+            problem = "no such file, or nothing matches this glob"
+            if isinstance(place, Path) and place.is_dir():
+                inside = some_of(sorted(file.name for file in place.iterdir())) or "nothing"
+                problem = f"the directory has no {', '.join(_SUFFIXES)} file: write one; it has {inside}"
+            raise RecpoError(f"{what} {name}: {problem}", code="missing_file", field=what)
         # A file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
     return list(found.values())
@@ -279,7 +280,8 @@ def unreadable(path: Place, error: Exception) -> Fault:
         problem = "the file is empty: 0 bytes"
     elif csv_files.is_text_file(path):
         is_encoding = isinstance(error, UnicodeError) or "UTF8" in str(error)
-        problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({first_line(error)})"
+        why = wrong_byte(path) if is_encoding else first_line(error)
+        problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({why})"
     else:
         with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
             starts_well = handle.read(4) == b"PAR1"
@@ -425,6 +427,7 @@ class TableSample:
         nested: columns of structs, lists or maps, which ``table`` lacks.
         lists: those of lists, which can be features of items and users.
         partial: columns that only some of the files have, which ``table`` lacks.
+        repeated: names that several columns of a file have; ``table`` has the first of these.
     """
 
     files: tuple[Place, ...]
@@ -435,6 +438,7 @@ class TableSample:
     nested: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
+    repeated: frozenset[str] = frozenset()
 
     @property
     def is_whole(self) -> bool:
@@ -466,7 +470,7 @@ def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
             raise RecpoError(f"{file}: {error}", code="wrong_file", field=file.name) from error
         except (pa.ArrowException, OSError, ValueError) as error:
             raise RecpoError(
-                f"{file}: not readable as Parquet or CSV ({first_line(error)})", code="wrong_file", field=file.name
+                f"{file}: {unreadable(file, error).problem}", code="wrong_file", field=file.name
             ) from error
         groups.setdefault((frozenset((*one.table.column_names, *one.nested)), one.form), []).append(one)
     return [together(samples) for samples in groups.values()]
@@ -489,6 +493,7 @@ def together(samples: Sequence[TableSample]) -> TableSample:
         rows=sum(one.rows for one in samples),
         skipped=sum(one.skipped for one in samples),
         partial=tuple(dict.fromkeys(name for one in known for name in one if name not in names)),
+        repeated=frozenset().union(*(one.repeated for one in samples)),
     )
 
 
@@ -502,8 +507,10 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
         wanted = max(1, min(groups, groups * most_rows // max(1, rows)))
         chosen = [number * groups // wanted for number in range(wanted)]
         read = [parquet.read_row_group(number, columns=plain) for number in chosen] if groups else []
-    table = pa.concat_tables(read) if read else schema.empty_table().select(plain)
-    return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested, lists)
+    table = pa.concat_tables(read) if read else schema.empty_table()
+    table = table.select([table.column_names.index(name) for name in dict.fromkeys(plain)])
+    found = TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested, lists)
+    return replace(found, repeated=_repeated(schema.names))
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
@@ -515,4 +522,8 @@ def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
     if rows >= most_rows and isinstance(file, Path):  # uncompressed text is about four times as long
         length = file.stat().st_size * (4 if file.name.endswith(".gz") else 1)
         rows = max(rows + 1, int(rows * length / max(1, size)))
-    return TableSample((file,), table, rows, form, skipped)
+    return TableSample((file,), table, rows, form, skipped, repeated=_repeated(csv_files.header(file, form)))
+
+
+def _repeated(names: Sequence[str]) -> frozenset[str]:
+    return frozenset(name for name in names if names.count(name) > 1)

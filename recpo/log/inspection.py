@@ -277,7 +277,7 @@ def inspect_log(
         doubts.append(f"`{length}` of the table of items is the duration of each event")
     recognition = replace(
         recognition,
-        questions=(*_unnamed(sample), *recognition.questions, *questions),
+        questions=(*_unnamed(sample), *_repeated(sample, recognition), *recognition.questions, *questions),
         doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts, *unusable),
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
@@ -344,6 +344,11 @@ def _unnamed(sample: TableSample) -> list[str]:
         f"the first line has no names ({shown}): name its {len(sample.form.names)} columns in order, with "
         "--csv.names '[user_id, item_id, ...]'"
     ]
+
+
+def _repeated(sample: TableSample, found: Recognition) -> list[str]:
+    names, files = sample.repeated & {*_used(found)}, ", ".join(file.name for file in sample.files[:3])
+    return [f"several columns of {files} are called `{name}`: rename or remove all but one" for name in sorted(names)]
 
 
 def _tables(found: Recognition, sample: TableSample, others: Sequence[TableSample]) -> dict[str, tuple[str, str]]:
