@@ -23,18 +23,9 @@ from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
 from recpo.log.files import TableSample, sample_tables, together
 from recpo.log.recognition import Recognition, recognize
-from recpo.log.schema import (
-    MILLISECONDS_PER_DAY,
-    MILLISECONDS_PER_UNIT,
-    PRESETS,
-    Columns,
-    Derived,
-    FlagColumn,
-    LogColumns,
-    name_of,
-)
+from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, Derived, FlagColumn, LogColumns
 from recpo.log.shaping import estimated_duration_exponent
-from recpo.log.usable_rows import usable_rows
+from recpo.log.usable import is_part, unread_texts, unread_time, usable_rows, used_columns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 #: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
@@ -248,11 +239,16 @@ def inspect_log(
     ]
     best = max(range(len(found)), key=lambda number: _likeness(found[number], samples[number]))
     sample, recognition = samples[best], found[best]
-    others = tuple(one for one in samples if one is not sample and not _is_part(one, sample, recognition))
+    others = tuple(one for one in samples if one is not sample and not is_part(one, sample, recognition))
     if len(others) + 1 < len(samples):
-        sample = together([sample, *(one for one in samples if _is_part(one, sample, recognition))])
+        sample = together([sample, *(one for one in samples if is_part(one, sample, recognition))])
         facts[best] = {name: column_facts(name, sample.table[name]) for name in sample.table.column_names}
         recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, [sample, *others]))
+    text = unread_time(sample.table, recognition, facts[best]) if columns.time_unit != "none" else None
+    if text is not None:  # as if given, so that nothing else is said of the time
+        columns = replace(columns, timestamp=text)
+        recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, [sample, *others]))
+    unread = unread_texts(sample.table, recognition, facts[best], text)
     keyed = _tables(recognition, sample, others)
     tables = {side: file for side, (file, _) in keyed.items()}
     item, user = map(recognition.column, (LogColumns.ITEM_ID, LogColumns.USER_ID))
@@ -277,8 +273,14 @@ def inspect_log(
         doubts.append(f"`{length}` of the table of items is the duration of each event")
     recognition = replace(
         recognition,
-        questions=(*_unnamed(sample), *_repeated(sample, recognition), *recognition.questions, *questions),
-        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts, *unusable),
+        questions=(*_unnamed(sample), *_repeated(sample, recognition), *recognition.questions, *unread[0], *questions),
+        doubts=(
+            *recognition.doubts,
+            *unread[1],
+            *_doubts_of_files(sample, others, tables, recognition),
+            *doubts,
+            *unusable,
+        ),
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
     about |= {"table_columns": FeatureColumns(**table_columns), "left_out": left_out}
@@ -294,19 +296,6 @@ def _with_texts_as_ids(sample: TableSample) -> TableSample:
         if named and pa.types.is_floating(values.type) and not pc.all(pc.equal(values, pc.floor(values))).as_py():
             table = table.set_column(place, name, table[name].cast(pa.string()))
     return replace(sample, table=table)
-
-
-def _used(found: Recognition) -> list[str]:
-    """The columns of a log that are read."""
-    return [*(one.column for one in found.findings), *map(name_of, found.behaviors.values())]
-
-
-def _is_part(one: TableSample, log: TableSample, found: Recognition) -> bool:
-    """Whether other files have the columns of the log that are read, and more that ``prepare`` does not look for."""
-    names, sought = set(one.table.column_names), set(map(name_of, PRESETS[found.preset].sources().values()))
-    is_found = found.column(LogColumns.USER_ID) is not None and found.column(LogColumns.ITEM_ID) is not None
-    is_alike = names.issuperset(_used(found)) and not sought & (names ^ set(log.table.column_names))
-    return one is not log and is_found and is_alike and one.form == log.form
 
 
 def _keys(log: TableSample, samples: Sequence[TableSample]) -> set[str]:
@@ -347,7 +336,7 @@ def _unnamed(sample: TableSample) -> list[str]:
 
 
 def _repeated(sample: TableSample, found: Recognition) -> list[str]:
-    names, files = sample.repeated & {*_used(found)}, ", ".join(file.name for file in sample.files[:3])
+    names, files = sample.repeated & {*used_columns(found)}, ", ".join(file.name for file in sample.files[:3])
     return [f"several columns of {files} are called `{name}`: rename or remove all but one" for name in sorted(names)]
 
 
@@ -450,7 +439,7 @@ def _not_read(one: TableSample, found: Recognition) -> str:
         return (
             f"{files}: not read, as {again:,} rows have the `{keys[0]}` of an earlier row: a table has one row for each"
         )
-    lacking = ", ".join(f"`{name}`" for name in _used(found) if name not in names)
+    lacking = ", ".join(f"`{name}`" for name in used_columns(found) if name not in names)
     why = f"it lacks {lacking}" if lacking else "it has another delimiter, or a column that recpo would look for in all"
     return f"{files}: other columns than the log, not read ({one.rows:,} rows), as {why}"
 

@@ -308,15 +308,15 @@ def test_the_events_of_a_day_are_counted_whatever_a_time_is_written_as(tmp_path)
     assert inspect_log(tmp_path / "timeless.parquet").counts.by_day == ()
 
 
-def test_a_number_that_is_no_time_is_left_to_prepare(tmp_path):
+def test_a_row_whose_number_is_no_time_is_left_out(tmp_path):
     table = events()[["user", "item", "second"]]
     table.loc[3, "second"] = np.iinfo(np.int64).max
     table.to_parquet(tmp_path / "log.parquet", index=False)
     columns = recpo.Columns(user_id="user", item_id="item", timestamp="second", time_unit="s")
     found = inspect_log(tmp_path / "log.parquet", columns=columns)
-    assert found.counts.by_day == ()
-    with refused("bad_value", ...):
-        recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    assert (sum(found.counts.by_day), found.counts.events) == (599, 599)
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    assert data.manifest["counts"]["dropped"]["row without timestamp"] == 1
 
 
 def test_whole_stars_run_from_one_to_five(tmp_path):

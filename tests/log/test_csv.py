@@ -10,6 +10,7 @@ import recpo
 from recpo.base.errors import RecpoError
 from recpo.log.csv_files import CsvFormat, csv_to_parquet, read_ids, row_in_file
 from recpo.log.inspection import inspect_log
+from recpo.log.schema import Columns
 from recpo.log.shaping import EveryEvent
 from tests.refusals import refused
 
@@ -202,3 +203,22 @@ def test_what_init_cannot_read_is_named(tmp_path):
     with refused("wrong_type", "log") as caught:
         recpo.init(pa.table({"user_id": [1], "item_id": [1]}))
     assert "Parquet" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "given", "asked", "said"),
+    [
+        ("enrolled", ["07.01.2026", "12.01.2026"], {}, "timestamp", "`enrolled` (07.01.2026, 12.01.2026)"),
+        ("date", ["Jan 5, 2026", "Jan 6, 2026"], {}, "timestamp", "`date` (Jan 5, 2026, Jan 6, 2026)"),
+        ("mailed", ["03/02/2026", "11/28/2026"], {"timestamp": "mailed"}, "timestamp", "`mailed` (03/02/2026, "),
+        ("rating", ["3,5", "1.024,0"], {"time_unit": "none"}, "label", "`rating` (3,5, 1.024,0)"),
+        ("price", ["3,5", "12,25"], {"time_unit": "none"}, None, "`price` (3,5, 12,25)"),
+    ],
+)
+def test_dates_and_numbers_of_other_forms_are_named(tmp_path, column, values, given, asked, said):
+    rows = [f"u{n % 7};i{n % 5};{values[n % 2]}\n" for n in range(60)]
+    (tmp_path / "log.csv").write_text(f"user_id;item_id;{column}\n" + "".join(rows))
+    found = inspect_log(tmp_path, columns=Columns(**given))
+    assert [question.partition(":")[0] for question in found.questions] == ([asked] if asked else [])
+    assert any(said in text for text in (found.questions or found.doubts))
+    assert not any("no column has times" in doubt for doubt in found.doubts)

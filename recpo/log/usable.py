@@ -1,4 +1,4 @@
-"""Rows of an inspected log that ``recpo prepare`` has to leave out: without user, item or time, or of wrong clocks."""
+"""Which files, rows and texts of an inspected log ``recpo prepare`` can read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,17 +9,34 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.features import is_text
-from recpo.log.column_facts import ColumnFacts
+from recpo.log.column_facts import ColumnFacts, rank_as
 from recpo.log.files import TableSample
 from recpo.log.recognition import Recognition
-from recpo.log.schema import LogColumns
+from recpo.log.schema import PRESETS, LogColumns, name_of
 
 _FIRST_DAY, _LAST_DAY = 365.0, 47_482.0  # 1971-01-01 and 2100-01-01
 _DATED: Final = r"^(197[1-9]|19[89][0-9]|20[0-9]{2})[-/](0?[1-9]|1[0-2])[-/](0?[1-9]|[12][0-9]|3[01])"
 #: At most this share of the rows are of wrong clocks, further from the others than this multiple of their span.
 _CLOCKS, _FAR = 0.005, 10.0
 
+_OTHER_DATE: Final = r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}\b"
+_DECIMAL_COMMA: Final = r"^-?[0-9]+(\.[0-9]{3})*,[0-9]+$"
+_NUMBERS: Final = (LogColumns.WATCH_TIME, LogColumns.LABEL)
+
 _Days = Callable[[pa.Table], np.ndarray | None]
+
+
+def used_columns(found: Recognition) -> list[str]:
+    """The columns of a log that are read."""
+    return [*(one.column for one in found.findings), *map(name_of, found.behaviors.values())]
+
+
+def is_part(one: TableSample, log: TableSample, found: Recognition) -> bool:
+    """Whether other files are of the log: they have its columns, and none more that ``prepare`` looks for."""
+    names, sought = set(one.table.column_names), set(map(name_of, PRESETS[found.preset].sources().values()))
+    is_found = found.column(LogColumns.USER_ID) is not None and found.column(LogColumns.ITEM_ID) is not None
+    is_alike = names.issuperset(used_columns(found)) and not sought & (names ^ set(log.table.column_names))
+    return one is not log and is_found and is_alike and one.form == log.form
 
 
 def usable_rows(
@@ -61,6 +78,44 @@ def usable_rows(
         options |= ends
         sample = _kept(sample, is_near)
     return sample, options, [], doubts
+
+
+def unread_time(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> str | None:
+    """The column of texts that is the time by its name, or has dates of another form; None = the time is another."""
+    time, ranked = found.column(LogColumns.TIMESTAMP), list[tuple[bool, bool, str]]()
+    for name in facts if time is None else [time]:
+        is_text_alone = (
+            facts[name].kind == "text" and facts[name].dated < 0.5 and _share(table, name, r"^[0-9]+$") < 0.5
+        )
+        is_called_so = name == time or rank_as(LogColumns.TIMESTAMP, name) is not None
+        ranked += [(is_called_so, _share(table, name, _OTHER_DATE) >= 0.5, name)] if is_text_alone else []
+    return next((name for is_called_so, is_date, name in sorted(ranked, reverse=True) if is_called_so or is_date), None)
+
+
+def unread_texts(
+    table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts], time: str | None
+) -> tuple[list[str], list[str]]:
+    """Questions and doubts about ``time``, the result of ``unread_time``, and about numbers with decimal commas."""
+    questions, doubts = list[str](), list[str]()
+    if time is not None:
+        shown = f"timestamp: `{time}` ({', '.join(facts[time].examples)}) has no times that recpo reads"
+        remedy = "write ISO times such as 2026-01-31T18:30:00 (pandas.to_datetime with a format), or seconds since 1970"
+        questions = [f"{shown}: {remedy}; to do without times, pass --columns.time_unit none"]
+    for name in found.unused:
+        if facts[name].kind == "text" and _share(table, name, _DECIMAL_COMMA) >= 0.9:
+            said = (
+                f"`{name}` ({', '.join(facts[name].examples)}) is not read: write numbers with points, not with commas"
+            )
+            role = next((role for role in _NUMBERS if rank_as(role, name) is not None), None)
+            is_open = role is not None and found.column(role) is None
+            (questions if is_open else doubts).append(f"{role}: {said}" if is_open else said)
+    return questions, doubts
+
+
+def _share(table: pa.Table, name: str, pattern: str) -> float:
+    """Which share of the texts of a column match."""
+    texts = table[name].drop_null().cast(pa.string())
+    return (pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0) / max(1, len(texts))
 
 
 def _absent(sample: TableSample, facts: ColumnFacts, role: str, days_of: _Days) -> np.ndarray:
