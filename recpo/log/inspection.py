@@ -248,14 +248,11 @@ def inspect_log(
     if text is not None:  # as if given, so that nothing else is said of the time
         columns = replace(columns, timestamp=text)
         recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, [sample, *others]))
-    unread = unread_texts(sample.table, recognition, facts[best], text)
+    asked, unread = unread_texts(sample.table, recognition, facts[best], text)
     keyed = _tables(recognition, sample, others)
     tables = {side: file for side, (file, _) in keyed.items()}
     item, user = map(recognition.column, (LogColumns.ITEM_ID, LogColumns.USER_ID))
-    known, read = recognition, facts[best]
-    sample, left_out, questions, unusable = usable_rows(
-        sample, recognition, read, lambda table: _event_days(table, known, read)
-    )
+    sample, left_out, questions, unusable = usable_rows(sample, recognition, facts[best], _event_days)
     rows, length = _item_rows(sample, others, *keyed.get("item", ("", "")), str(item)), None
     if recognition.column(LogColumns.WATCH_TIME) is not None and recognition.column(LogColumns.DURATION) is None:
         length = _length_column(rows, sample, columns)
@@ -267,20 +264,15 @@ def inspect_log(
     if not sample.table.num_rows:
         raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
     table_columns, doubts = _availability(rows, sample, recognition, facts[best])
+    doubts += [*unread, *unusable]
     table_columns |= {f"{side}_id": key for side, (_, key) in keyed.items() if key not in (item, user)}
     if length is not None:
         table_columns |= {"duration": length, "duration_unit": recognition.columns.duration_unit or "s"}
         doubts.append(f"`{length}` of the table of items is the duration of each event")
     recognition = replace(
         recognition,
-        questions=(*_unnamed(sample), *_repeated(sample, recognition), *recognition.questions, *unread[0], *questions),
-        doubts=(
-            *recognition.doubts,
-            *unread[1],
-            *_doubts_of_files(sample, others, tables, recognition),
-            *doubts,
-            *unusable,
-        ),
+        questions=(*_unnamed(sample), *_repeated(sample, recognition), *recognition.questions, *asked, *questions),
+        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts),
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
     about |= {"table_columns": FeatureColumns(**table_columns), "left_out": left_out}

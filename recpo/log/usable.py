@@ -23,7 +23,7 @@ _OTHER_DATE: Final = r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}\b"
 _DECIMAL_COMMA: Final = r"^-?[0-9]+(\.[0-9]{3})*,[0-9]+$"
 _NUMBERS: Final = (LogColumns.WATCH_TIME, LogColumns.LABEL)
 
-_Days = Callable[[pa.Table], np.ndarray | None]
+_Facts = Mapping[str, ColumnFacts]
 
 
 def used_columns(found: Recognition) -> list[str]:
@@ -40,7 +40,10 @@ def is_part(one: TableSample, log: TableSample, found: Recognition) -> bool:
 
 
 def usable_rows(
-    sample: TableSample, found: Recognition, facts: Mapping[str, ColumnFacts], days_of: _Days
+    sample: TableSample,
+    found: Recognition,
+    facts: _Facts,
+    days_of: Callable[[pa.Table, Recognition, _Facts], np.ndarray | None],
 ) -> tuple[TableSample, dict[str, Any], list[str], list[str]]:
     """The rows with a user, an item and a time that is not far from all others.
 
@@ -55,8 +58,12 @@ def usable_rows(
     """
     options, doubts, rows = dict[str, Any](), list[str](), sample.table.num_rows
     roles = {str(found.column(role)): role for role in LogColumns.REQUIRED if found.column(role) is not None}
-    absent = {name: mask for name, role in roles.items() if (mask := _absent(sample, facts[name], role, days_of)).any()}
-    if absent:
+    days = days_of(sample.table, found, facts)
+    masks = {
+        name: _absent(sample.table[name], facts[name], role == LogColumns.TIMESTAMP, days)
+        for name, role in roles.items()
+    }
+    if absent := {name: mask for name, mask in masks.items() if mask.any()}:
         gone = np.any(list(absent.values()), axis=0)
         shown = ", ".join(f"{mask.sum():,} without `{name}`" for name, mask in absent.items())
         if 2 * gone.sum() > rows:
@@ -67,7 +74,7 @@ def usable_rows(
         doubts = [
             f"{gone.sum():,} of {rows:,} rows have no user, item or time ({shown}): skip_incomplete leaves them out"
         ]
-    days = days_of(sample.table)
+        days = days_of(sample.table, found, facts)
     is_near = None if days is None else _near(days)
     if days is not None and is_near is not None:
         (first, last), far = (days[is_near].min(), days[is_near].max()), days[~is_near]
@@ -80,21 +87,16 @@ def usable_rows(
     return sample, options, [], doubts
 
 
-def unread_time(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> str | None:
+def unread_time(table: pa.Table, found: Recognition, facts: _Facts) -> str | None:
     """The column of texts that is the time by its name, or has dates of another form; None = the time is another."""
-    time, ranked = found.column(LogColumns.TIMESTAMP), list[tuple[bool, bool, str]]()
-    for name in facts if time is None else [time]:
-        is_text_alone = (
-            facts[name].kind == "text" and facts[name].dated < 0.5 and _share(table, name, r"^[0-9]+$") < 0.5
-        )
-        is_called_so = name == time or rank_as(LogColumns.TIMESTAMP, name) is not None
-        ranked += [(is_called_so, _share(table, name, _OTHER_DATE) >= 0.5, name)] if is_text_alone else []
-    return next((name for is_called_so, is_date, name in sorted(ranked, reverse=True) if is_called_so or is_date), None)
+    time = found.column(LogColumns.TIMESTAMP)
+    texts = [name for name in facts if time in (None, name) and facts[name].kind == "text" and facts[name].dated < 0.5]
+    texts = [name for name in texts if _share(table, name, r"^[0-9]+$") < 0.5]
+    called = [name for name in texts if name == time or rank_as(LogColumns.TIMESTAMP, name) is not None]
+    return next(iter(called + [name for name in texts if _share(table, name, _OTHER_DATE) >= 0.5]), None)
 
 
-def unread_texts(
-    table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts], time: str | None
-) -> tuple[list[str], list[str]]:
+def unread_texts(table: pa.Table, found: Recognition, facts: _Facts, time: str | None) -> tuple[list[str], list[str]]:
     """Questions and doubts about ``time``, the result of ``unread_time``, and about numbers with decimal commas."""
     questions, doubts = list[str](), list[str]()
     if time is not None:
@@ -118,16 +120,13 @@ def _share(table: pa.Table, name: str, pattern: str) -> float:
     return (pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0) / max(1, len(texts))
 
 
-def _absent(sample: TableSample, facts: ColumnFacts, role: str, days_of: _Days) -> np.ndarray:
+def _absent(values: pa.ChunkedArray, facts: ColumnFacts, is_time: bool, days: np.ndarray | None) -> np.ndarray:
     """Which rows have no value, or no time that parses."""
-    values = sample.table[facts.name]
     if is_text(values.type):
-        is_date = role == LogColumns.TIMESTAMP and facts.dated >= 0.5
-        stated = pc.match_substring_regex(values.cast(pa.string()), _DATED if is_date else r"\S")
+        stated = pc.match_substring_regex(values.cast(pa.string()), _DATED if is_time and facts.dated >= 0.5 else r"\S")
         return ~pc.fill_null(stated, False).to_numpy()
     empty: np.ndarray = pc.is_null(values, nan_is_null=True).to_numpy()
-    days = days_of(sample.table) if role == LogColumns.TIMESTAMP else None
-    return empty if days is None else ~((days >= _FIRST_DAY) & (days < _LAST_DAY))
+    return ~((days >= _FIRST_DAY) & (days < _LAST_DAY)) if is_time and days is not None else empty
 
 
 def _kept(sample: TableSample, mask: np.ndarray) -> TableSample:
