@@ -142,7 +142,7 @@ class Preparation:
     @property
     def ends(self) -> list[int | None]:
         """``begin`` and ``end`` in ms."""
-        return [None if (text := getattr(self, key)) is None else splits.iso_ms(key, text) for key in ("begin", "end")]
+        return [splits.iso_ms("begin", self.begin), splits.iso_ms("end", self.end)]
 
     @property
     def table_columns(self) -> feature_columns.FeatureColumns:

@@ -374,13 +374,9 @@ def _iso_time(key: str, text: str, zone: tzinfo) -> datetime:
     return moment if moment.tzinfo else moment.replace(tzinfo=zone)
 
 
-def iso_ms(key: str, text: str) -> int:
-    """An ISO time in milliseconds since the epoch; without an offset, it is in UTC.
-
-    Raises:
-        RecpoError: it is no such time; ``key`` is the option.
-    """
-    return _milliseconds(_iso_time(key, text, UTC))
+def iso_ms(key: str, text: str | None) -> int | None:
+    """The ISO time of the option ``key`` in milliseconds since 1970, without an offset in UTC; None = no time."""
+    return None if text is None else _milliseconds(_iso_time(key, text, UTC))
 
 
 def _moment(milliseconds: int, zone: tzinfo) -> datetime:
