@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
+from recpo.log.column_facts import rank_as
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.log.locations import Place, writable
 from recpo.log.schema import EXAMPLES, Example, Fault, FlagColumn, LogColumns, name_of
@@ -210,8 +211,10 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
         facts.add(pc.utf8_trim_whitespace(values), 0)
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
         kind = _kind(FEATURE, facts)
-        is_long = pa.types.is_floating(kind) and pc.any(pc.match_substring_regex(values, _LONG)).as_py()
-        columns.setdefault(name, values if is_long else _cast(values, kind))
+        is_id = any(rank_as(role, name) is not None for role in (LogColumns.USER_ID, LogColumns.ITEM_ID))
+        is_text = pc.any(pc.match_substring_regex(values, _LONG)).as_py()
+        is_text = is_text or (is_id and facts.values > facts.whole + facts.pointed)
+        columns.setdefault(name, values if pa.types.is_floating(kind) and is_text else _cast(values, kind))
     return pa.table(columns), len(reader.ragged), size
 
 

@@ -231,7 +231,7 @@ def inspect_log(
         RecpoError: a file cannot be read, or the log has no row.
     """
     named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
-    samples = [_with_texts_as_ids(one) for one in sample_tables(list(named), csv)]
+    samples = sample_tables(list(named), csv)
     facts = [{name: column_facts(name, one.table[name]) for name in one.table.column_names} for one in samples]
     found = [
         recognize(known.values(), columns, one.table, _keys(one, samples))
@@ -277,17 +277,6 @@ def inspect_log(
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
     about |= {"table_columns": FeatureColumns(**table_columns), "left_out": left_out}
     return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
-
-
-def _with_texts_as_ids(sample: TableSample) -> TableSample:
-    """Ids of text files that look like fractions, such as ``1000213.1767``, as texts, as prepare reads them."""
-    table = sample.table
-    for place, name in enumerate(table.column_names if sample.form.delimiter else ()):
-        named = any(rank_as(role, name) is not None for role in (LogColumns.USER_ID, LogColumns.ITEM_ID))
-        values = table[name].drop_null()
-        if named and pa.types.is_floating(values.type) and not pc.all(pc.equal(values, pc.floor(values))).as_py():
-            table = table.set_column(place, name, table[name].cast(pa.string()))
-    return replace(sample, table=table)
 
 
 def _keys(log: TableSample, samples: Sequence[TableSample]) -> set[str]:

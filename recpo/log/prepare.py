@@ -293,8 +293,7 @@ class PrepareRun:
         self._stage("checking")
         choice, mapping, log = self.choice, self.choice.mapping, self.log
         if log.files and log.columns:
-            used = list(dict.fromkeys(log.columns.values()))
-            rows = self.engine.read_parquet([file.path for file in log.files], used)
+            rows = self.engine.read_parquet([file.path for file in log.files], [*dict.fromkeys(log.columns.values())])
             raw = standard_events.select_columns(rows, log.columns, log.flags)
             raw, self.dropped = usable_rows(self.engine, raw, mapping, choice.skip_incomplete, *choice.ends)
             read, neutralized, row_faults = check_rows(
@@ -304,10 +303,9 @@ class PrepareRun:
         schema.validate_no_faults(faults, self._file_warnings())
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.count(distinct)
-        skipped = sum(self.dropped.values())
-        self.counts = {"read": read + skipped, "empty_files": log.empty_files, "neutralized": neutralized}
-        if read > kept:
-            self.dropped["exact duplicate of another event"] = read - kept
+        self.dropped |= {"exact duplicate of another event": read - kept} if read > kept else {}
+        read = kept + sum(self.dropped.values())
+        self.counts = {"read": read, "empty_files": log.empty_files, "neutralized": neutralized}
         events = standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
         if LogColumns.DURATION in self._of_items:
             events = standard_events.with_durations(events, self._given_durations())

@@ -166,10 +166,13 @@ def test_the_byte_that_is_not_utf_8_is_named(tmp_path, line, name):
             read_log(tmp_path / name)
 
 
-def test_ids_that_no_integer_type_of_parquet_holds_are_counted(tmp_path):
-    lines = [f"{2**63 + number % 9},{number},{1_700_000_000 + number}\n" for number in range(90)]
+@pytest.mark.parametrize("first", [f"{2**63}", "003.0001", "1000213.176722560", "00"])
+def test_ids_that_no_number_holds_are_counted_as_texts(tmp_path, first):
+    lines = [f"{first}{number % 9},{number},{1_700_000_000 + number}\n" for number in range(90)]
     (tmp_path / "log.csv").write_text("user_id,item_id,ts\n" + "".join(lines))
-    assert inspect_log(tmp_path).counts.users == 9
+    found = inspect_log(tmp_path)
+    assert (found.counts.users, found.column("user_id")) == (9, "user_id")
+    assert found.sample.table["user_id"][0].as_py() == f"{first}0"
 
 
 @pytest.mark.parametrize("width", ["7,a\xc7,1,extra", "7,a\xc7,1"])
