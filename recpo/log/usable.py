@@ -21,7 +21,6 @@ _CLOCKS, _FAR = 0.005, 10.0
 
 _OTHER_DATE: Final = r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}\b"
 _DECIMAL_COMMA: Final = r"^-?[0-9]+(\.[0-9]{3})*,[0-9]+$"
-_NUMBERS: Final = (LogColumns.WATCH_TIME, LogColumns.LABEL)
 
 _Facts = Mapping[str, ColumnFacts]
 
@@ -98,20 +97,15 @@ def unread_time(table: pa.Table, found: Recognition, facts: _Facts) -> str | Non
 
 def unread_texts(table: pa.Table, found: Recognition, facts: _Facts, time: str | None) -> tuple[list[str], list[str]]:
     """Questions and doubts about ``time``, the result of ``unread_time``, and about numbers with decimal commas."""
-    questions, doubts = list[str](), list[str]()
+    questions = list[str]()
     if time is not None:
         shown = f"timestamp: `{time}` ({', '.join(facts[time].examples)}) has no times that recpo reads"
         remedy = "write ISO times such as 2026-01-31T18:30:00 (pandas.to_datetime with a format), or seconds since 1970"
         questions = [f"{shown}: {remedy}; to do without times, pass --columns.time_unit none"]
-    for name in found.unused:
-        if facts[name].kind == "text" and _share(table, name, _DECIMAL_COMMA) >= 0.9:
-            said = (
-                f"`{name}` ({', '.join(facts[name].examples)}) is not read: write numbers with points, not with commas"
-            )
-            role = next((role for role in _NUMBERS if rank_as(role, name) is not None), None)
-            is_open = role is not None and found.column(role) is None
-            (questions if is_open else doubts).append(f"{role}: {said}" if is_open else said)
-    return questions, doubts
+    texts = [facts[name] for name in found.unused if not any(f"`{name}`" in one for one in found.questions)]
+    numbers = [one for one in texts if one.kind == "text" and _share(table, one.name, _DECIMAL_COMMA) >= 0.9]
+    doubt = "`{}` ({}) is not read: write numbers with points, not with commas"
+    return questions, [doubt.format(one.name, ", ".join(one.examples)) for one in numbers]
 
 
 def _share(table: pa.Table, name: str, pattern: str) -> float:

@@ -214,7 +214,7 @@ def test_what_init_cannot_read_is_named(tmp_path):
         ("enrolled", ["07.01.2026", "12.01.2026"], {}, "timestamp", "`enrolled` (07.01.2026, 12.01.2026)"),
         ("date", ["Jan 5, 2026", "Jan 6, 2026"], {}, "timestamp", "`date` (Jan 5, 2026, Jan 6, 2026)"),
         ("mailed", ["03/02/2026", "11/28/2026"], {"timestamp": "mailed"}, "timestamp", "`mailed` (03/02/2026, "),
-        ("rating", ["3,5", "1.024,0"], {"time_unit": "none"}, "label", "`rating` (3,5, 1.024,0)"),
+        ("rating", ["3,5", "1.024,0"], {"time_unit": "none"}, "label", "`rating` (3,5, 1.024,0"),
         ("price", ["3,5", "12,25"], {"time_unit": "none"}, None, "`price` (3,5, 12,25)"),
     ],
 )
