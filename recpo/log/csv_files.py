@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
+from recpo.log.column_facts import rank_as
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.log.locations import Place, writable
 from recpo.log.schema import EXAMPLES, Example, Fault, FlagColumn, LogColumns, name_of
@@ -35,6 +36,8 @@ _ONE_BYTE: Final = b"\x1f"  # replaces a delimiter of several characters, becaus
 _ANY_TYPE: Final = (CONTEXT, FEATURE)
 _WHOLE: Final = r"^-?(0|[1-9][0-9]{0,17}|[1-8][0-9]{18})$"  # integers that int64 holds, without leading zeros
 _ZERO_LED: Final = r"^0[0-9]+$"  # ids such as 007
+_LONG: Final = r"^[0-9]{19,}$"  # of which floating-point numbers keep the first digits
+_POINTED: Final = r"^-?[0-9]{1,15}\.0$"  # integers as they are written beside missing values, which made them floats
 _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
 _ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
@@ -103,6 +106,7 @@ class _ColumnFacts:
     numbers: int = 0
     flags: int = 0
     words: int = 0
+    pointed: int = 0
     first_words: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, text: pa.Array, first_row: int) -> None:
@@ -116,7 +120,9 @@ class _ColumnFacts:
         else:
             expected = pc.or_(number, flag) if _takes_flags(self.column) else number
         word = pc.and_not(known, expected)
-        for name, found in {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word}.items():
+        pointed = pc.match_substring_regex(text, _POINTED)
+        counted = {"values": known, "whole": whole, "numbers": number, "flags": flag, "words": word, "pointed": pointed}
+        for name, found in counted.items():
             setattr(self, name, getattr(self, name) + found.true_count)
         missing = EXAMPLES - len(self.first_words)
         rows = pc.indices_nonzero(word)[:missing].to_pylist()
@@ -204,7 +210,11 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
         facts = _ColumnFacts(FEATURE)
         facts.add(pc.utf8_trim_whitespace(values), 0)
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
-        columns.setdefault(name, _cast(values, _kind(FEATURE, facts)))
+        kind = _kind(FEATURE, facts)
+        is_id = any(rank_as(role, name) is not None for role in (LogColumns.USER_ID, LogColumns.ITEM_ID))
+        is_text = pc.any(pc.match_substring_regex(values, _LONG)).as_py()
+        is_text = is_text or (is_id and facts.values > facts.whole + facts.pointed)
+        columns.setdefault(name, values if pa.types.is_floating(kind) and is_text else _cast(values, kind))
     return pa.table(columns), len(reader.ragged), size
 
 
@@ -379,15 +389,23 @@ def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
         form: known delimiter and names; the delimiter is tried first.
     """
     delimiter = form.of(Path("log.csv"))
-    widths = range(3, sys.maxsize) if form.names is None else (len(form.names),)
-    if not lines or len(line_values(lines[0], delimiter)) not in widths:
-        delimiter = next((one for one in _DELIMITERS if _cuts(lines, one, widths)), delimiter)
+    wanted = (range(3, sys.maxsize), (2,)) if form.names is None else ((len(form.names),),)
+    if not lines or len(line_values(lines[0], delimiter)) not in wanted[0]:
+        found = (one for widths in wanted for one in _DELIMITERS if _cuts(lines, one, widths))
+        delimiter = next(found, delimiter)
     first = line_values(lines[0], delimiter) if lines else []
     names = form.names
     if names is None and any(_is_number(value) for value in first):
         names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
         names = _RATINGS if _is_ratings([line_values(line, delimiter) for line in lines]) else names
     return CsvFormat(delimiter, names)
+
+
+def table_format(path: Place) -> CsvFormat:
+    """The format of a table of items or users: the delimiter that gives most names in its first line."""
+    lines, usual = first_lines(path, 1), CsvFormat().of(path)
+    tried = (usual, *_DELIMITERS[:-1])  # names have spaces
+    return CsvFormat(max(tried, key=lambda one: sum(len(line_values(line, one)) for line in lines)))
 
 
 def _cuts(lines: Sequence[str], delimiter: str, widths: Sequence[int]) -> bool:
@@ -431,9 +449,19 @@ def first_lines(path: Place, number: int) -> list[str]:
     try:
         return [line.decode("utf-8") for line in lines]
     except UnicodeDecodeError as error:
-        raise RecpoError(
-            f"its first line, the column names, is not UTF-8 text ({error})", code="bad_value", field="encoding"
-        ) from error
+        raise RecpoError(f"not UTF-8 text: {wrong_byte(path)}", code="bad_value", field="encoding") from error
+
+
+def wrong_byte(path: Place) -> str:
+    """The first line and byte of a file that are not UTF-8 text, and what to do; empty if there are none."""
+    with closing(io.BufferedReader(open_text(path))) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                place = f"line {number:,} has 0x{line[error.start]:02x} as its byte {error.start + 1:,}"
+                return f"{place}; if the text is latin-1, write it again with iconv -f latin1 -t utf-8"
+    return ""
 
 
 def _takes_flags(column: str) -> bool:
@@ -442,7 +470,7 @@ def _takes_flags(column: str) -> bool:
 
 def _kind(column: str, facts: _ColumnFacts) -> pa.DataType:
     if column in LogColumns.IDS:
-        return pa.int64() if facts.values and facts.whole == facts.values else pa.string()
+        return pa.int64() if facts.values and facts.values in (facts.whole, facts.pointed) else pa.string()
     if column == LogColumns.TIMESTAMP and 2 * facts.numbers < facts.values:
         return pa.string()
     if column.startswith(_ANY_TYPE) and facts.words:
@@ -461,6 +489,7 @@ def _cast(text: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_boolean(kind):
         return pc.if_else(pc.or_(true, false), true, pa.scalar(None, pa.bool_()))
     if pa.types.is_integer(kind):
+        text = pc.replace_substring_regex(text, r"\.0$", "")
         return pc.if_else(pc.match_substring_regex(text, _WHOLE), text, pa.scalar(None, pa.string())).cast(kind)
     fits = pc.match_substring_regex(text, _NUMBER)
     numbers = pc.ascii_ltrim(pc.if_else(fits, text, pa.scalar(None, pa.string())), characters="+").cast(kind)

@@ -43,6 +43,7 @@ def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, 
             grade of the value.
     """
     chosen = {column: _plain_number(rows[name]) for column, name in columns.items()}
+    chosen |= {column: _whole(chosen[column]) for column in LogColumns.IDS if column in chosen}
     chosen |= {column: _read(chosen[column], flag) for column, flag in flags.items()}
     return rows.select(**{Engine.FILE: rows[Engine.FILE], Engine.ROW: rows[Engine.ROW]}, **chosen)
 
@@ -50,6 +51,14 @@ def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, 
 def _plain_number(column: ir.Value) -> ir.Value:
     """Decimals, as databases write them, as float64; other columns as they are."""
     return column.cast("float64") if column.type().is_decimal() else column
+
+
+def _whole(column: ir.Value) -> ir.Value:
+    """Ids that missing values made floating-point numbers, as integers; null if they are none, or not exact."""
+    if not column.type().is_floating():
+        return column
+    is_exact = (column == column.floor()) & (column.abs() < 2.0**53) & ~column.isnan()
+    return ibis.ifelse(is_exact, column, ibis.null("float64")).cast("int64")
 
 
 def _read(column: ir.Value, flag: FlagColumn) -> ir.Value:

@@ -144,7 +144,7 @@ def _names(paths: Sequence[Place]) -> list[str]:
     for path in paths:
         with suppress(RecpoError, pa.ArrowException, OSError, ValueError):
             if csv_files.is_text_file(path):
-                return csv_files.header(path)
+                return csv_files.header(path, csv_files.table_format(path))
             with pq.ParquetFile(readable(path)) as parquet:
                 return list(parquet.schema_arrow.names)
     return []

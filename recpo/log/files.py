@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 
 from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.features import expected_type, is_list, is_text
+from recpo.base.frames import some_of
 from recpo.log import csv_files
-from recpo.log.csv_files import CsvFormat
+from recpo.log.csv_files import CsvFormat, wrong_byte
 from recpo.log.engine import Engine, copy_columns
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns, or_map_values
 from recpo.log.locations import Location, Place, locate, readable
@@ -99,11 +100,11 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
         place = locate(name)
         files = _local_files(place) if isinstance(place, Path) else _stored_files(name)
         if not files:
-            raise RecpoError(
-                f"{what} {name}: no such file, directory with {' or '.join(_SUFFIXES)} files, or matching glob",
-                code="missing_file",
-                field=what,
-            )
+            problem = "no such file, or nothing matches this glob"
+            if isinstance(place, Path) and place.is_dir():
+                inside = some_of(sorted(file.name for file in place.iterdir())) or "nothing"
+                problem = f"the directory has no {', '.join(_SUFFIXES)} file: write one; it has {inside}"
+            raise RecpoError(f"{what} {name}: {problem}", code="missing_file", field=what)
         # A file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
     return list(found.values())
@@ -189,6 +190,7 @@ def open_log(
 
     columns, missing = settle_columns(opened, wanted, needed, _remedy)
     types, mistyped = settle_types(opened, columns, expected)
+    types |= {column: pa.int64() for column in LogColumns.IDS if pa.types.is_floating(types.get(column, pa.null()))}
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
     faults += [*missing.values(), *mistyped]
@@ -201,7 +203,7 @@ def open_files(
     sources: Mapping[str, str | FlagColumn],
     work: Place,
     what: str,
-    form: CsvFormat = CsvFormat(),  # noqa: B008  frozen
+    form: CsvFormat | None = None,
 ) -> tuple[list[LogFile], list[Fault]]:
     """The readable files of a log or table.
 
@@ -210,7 +212,7 @@ def open_files(
         sources: standard name -> name in the files, or flag that is read from values, for the requested columns.
         work: a directory for temporary files.
         what: name of the log or table in messages.
-        form: delimiter and column names of text files.
+        form: delimiter and column names of text files; None = those of a table, each file by its first line.
 
     Returns:
         The files whose rows can be used, and all faults.
@@ -231,12 +233,12 @@ def open_files(
 
 
 def _open_file(
-    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat
+    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat | None
 ) -> tuple[LogFile | None, list[Fault]]:
     """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``."""
     read, names, faults, left_out, warnings = path, None, list[Fault](), list[int](), list[str]()
     if csv_files.is_text_file(path):
-        read = staged
+        read, form = staged, form or csv_files.table_format(path)
         names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form)
     with pq.ParquetFile(readable(read)) as parquet:
         rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
@@ -278,7 +280,8 @@ def unreadable(path: Place, error: Exception) -> Fault:
         problem = "the file is empty: 0 bytes"
     elif csv_files.is_text_file(path):
         is_encoding = isinstance(error, UnicodeError) or "UTF8" in str(error)
-        problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({first_line(error)})"
+        why = wrong_byte(path) if is_encoding else first_line(error)
+        problem = f"{'not UTF-8 text' if is_encoding else 'not a readable CSV file'} ({why})"
     else:
         with path.open("rb") if isinstance(path, Path) else path.open_input() as handle:
             starts_well = handle.read(4) == b"PAR1"
@@ -394,7 +397,8 @@ def _expected_type(column: str, kind: pa.DataType, flag: FlagColumn | None) -> s
         suits = number or is_text(kind) or pa.types.is_boolean(kind) or is_time
         return None if suits else "strings, numbers or booleans"
     if column in LogColumns.IDS:
-        return None if pa.types.is_integer(kind) or is_text(kind) else "integers or strings"
+        is_whole = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        return None if is_whole or is_text(kind) else "integers or strings"
     if column == LogColumns.TIMESTAMP:
         suits = number or is_text(kind) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
         return None if suits else "a number, a time or a string"
@@ -422,6 +426,8 @@ class TableSample:
         skipped: number of inspected rows with a wrong number of values.
         nested: columns of structs, lists or maps, which ``table`` lacks.
         lists: those of lists, which can be features of items and users.
+        partial: columns that only some of the files have, which ``table`` lacks.
+        repeated: names that several columns of a file have; ``table`` has the first of these.
     """
 
     files: tuple[Place, ...]
@@ -431,6 +437,8 @@ class TableSample:
     skipped: int
     nested: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+    repeated: frozenset[str] = frozenset()
 
     @property
     def is_whole(self) -> bool:
@@ -439,7 +447,7 @@ class TableSample:
 
 
 def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
-    """Samples at most ``MOST_ROWS`` rows of the files of a log, grouped by their columns.
+    """Samples at most ``MOST_ROWS`` rows of the files of a log, grouped by their columns, in any order.
 
     Args:
         log: files, directories and patterns.
@@ -454,7 +462,7 @@ def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
             "log: an empty list names no file; expected files, directories or patterns", code="empty", field="log"
         )
     share = max(_LEAST_ROWS, MOST_ROWS // len(files))
-    groups: dict[tuple[str, ...], list[TableSample]] = {}
+    groups: dict[tuple[frozenset[str], CsvFormat], list[TableSample]] = {}
     for file in files:
         try:
             one = _text_sample(file, form, share) if csv_files.is_text_file(file) else _parquet_sample(file, share)
@@ -462,20 +470,30 @@ def sample_tables(log: Sequence[str], form: CsvFormat) -> list[TableSample]:
             raise RecpoError(f"{file}: {error}", code="wrong_file", field=file.name) from error
         except (pa.ArrowException, OSError, ValueError) as error:
             raise RecpoError(
-                f"{file}: not readable as Parquet or CSV ({first_line(error)})", code="wrong_file", field=file.name
+                f"{file}: {unreadable(file, error).problem}", code="wrong_file", field=file.name
             ) from error
-        groups.setdefault((*one.table.column_names, *one.nested, one.form.of(file)), []).append(one)
-    return [_together(samples) for samples in groups.values()]
+        groups.setdefault((frozenset((*one.table.column_names, *one.nested)), one.form), []).append(one)
+    return [together(samples) for samples in groups.values()]
 
 
-def _together(samples: list[TableSample]) -> TableSample:
-    tables = [one.table for one in samples if one.table.num_rows] or [samples[0].table]
+def together(samples: Sequence[TableSample]) -> TableSample:
+    """The files of all samples as one, with the columns that all of them have."""
+    known = [one.table.column_names for one in samples]
+    names = [name for name in known[0] if all(name in one for one in known)]
+    tables = [one.table.select(names) for one in samples if one.table.num_rows] or [samples[0].table.select(names)]
+    texts = {column.name for one in tables for column in one.schema if is_text(column.type)}
+    schemas = [
+        [column.with_type(pa.string()) if column.name in texts else column for column in one.schema] for one in tables
+    ]
+    tables = [one.cast(pa.schema(schema)) for one, schema in zip(tables, schemas, strict=True)]
     return replace(
         samples[0],
         files=tuple(file for one in samples for file in one.files),
         table=pa.concat_tables(tables, promote_options="permissive"),
         rows=sum(one.rows for one in samples),
         skipped=sum(one.skipped for one in samples),
+        partial=tuple(dict.fromkeys(name for one in known for name in one if name not in names)),
+        repeated=frozenset().union(*(one.repeated for one in samples)),
     )
 
 
@@ -489,8 +507,10 @@ def _parquet_sample(file: Place, most_rows: int) -> TableSample:
         wanted = max(1, min(groups, groups * most_rows // max(1, rows)))
         chosen = [number * groups // wanted for number in range(wanted)]
         read = [parquet.read_row_group(number, columns=plain) for number in chosen] if groups else []
-    table = pa.concat_tables(read) if read else schema.empty_table().select(plain)
-    return TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested, lists)
+    table = pa.concat_tables(read) if read else schema.empty_table()
+    table = table.select([table.column_names.index(name) for name in dict.fromkeys(plain)])
+    found = TableSample((file,), table.slice(0, max(most_rows, _LEAST_ROWS)), rows, CsvFormat(), 0, nested, lists)
+    return replace(found, repeated=_repeated(schema.names))
 
 
 def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
@@ -502,4 +522,8 @@ def _text_sample(file: Place, form: CsvFormat, most_rows: int) -> TableSample:
     if rows >= most_rows and isinstance(file, Path):  # uncompressed text is about four times as long
         length = file.stat().st_size * (4 if file.name.endswith(".gz") else 1)
         rows = max(rows + 1, int(rows * length / max(1, size)))
-    return TableSample((file,), table, rows, form, skipped)
+    return TableSample((file,), table, rows, form, skipped, repeated=_repeated(csv_files.header(file, form)))
+
+
+def _repeated(names: Sequence[str]) -> frozenset[str]:
+    return frozenset(name for name in names if names.count(name) > 1)

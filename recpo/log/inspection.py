@@ -21,10 +21,11 @@ from recpo.base.frames import some_of
 from recpo.log.column_facts import ColumnFacts, bound_of, column_facts, plain_name, rank_as
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
-from recpo.log.files import TableSample, sample_tables
+from recpo.log.files import TableSample, sample_tables, together
 from recpo.log.recognition import Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, Derived, FlagColumn, LogColumns
 from recpo.log.shaping import estimated_duration_exponent
+from recpo.log.usable import is_part, unread_texts, unread_time, usable_rows, used_columns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 #: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
@@ -101,6 +102,7 @@ class Inspection(Recognition):
         tables: "item" and "user" -> a file with one row for each.
         table_columns: columns of the tables that say how long an item is, and when it is available, and ids with other
             names than in the log. The sample has these durations beside the columns of the log.
+        left_out: options of ``prepare`` that leave out rows without a user, item or time, or of wrong clocks.
         written: the files that were written, by what they configure; empty before.
         commands: the commands to run with them, in order, from the log to recommendations.
     """
@@ -112,6 +114,7 @@ class Inspection(Recognition):
     others: tuple[TableSample, ...] = field(repr=False, default=())
     tables: Mapping[str, str] = field(default_factory=dict)
     table_columns: FeatureColumns = field(default_factory=FeatureColumns)
+    left_out: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Path] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
 
@@ -228,7 +231,7 @@ def inspect_log(
         RecpoError: a file cannot be read, or the log has no row.
     """
     named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
-    samples = [_with_texts_as_ids(one) for one in sample_tables(list(named), csv)]
+    samples = sample_tables(list(named), csv)
     facts = [{name: column_facts(name, one.table[name]) for name in one.table.column_names} for one in samples]
     found = [
         recognize(known.values(), columns, one.table, _keys(one, samples))
@@ -236,10 +239,20 @@ def inspect_log(
     ]
     best = max(range(len(found)), key=lambda number: _likeness(found[number], samples[number]))
     sample, recognition = samples[best], found[best]
-    others = tuple(one for number, one in enumerate(samples) if number != best)
+    others = tuple(one for one in samples if one is not sample and not is_part(one, sample, recognition))
+    if len(others) + 1 < len(samples):
+        sample = together([sample, *(one for one in samples if is_part(one, sample, recognition))])
+        facts[best] = {name: column_facts(name, sample.table[name]) for name in sample.table.column_names}
+        recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, [sample, *others]))
+    text = unread_time(sample.table, recognition, facts[best]) if columns.time_unit != "none" else None
+    if text is not None:  # as if given, so that nothing else is said of the time
+        columns = replace(columns, timestamp=text)
+        recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, [sample, *others]))
+    asked, unread = unread_texts(sample.table, recognition, facts[best], text)
     keyed = _tables(recognition, sample, others)
     tables = {side: file for side, (file, _) in keyed.items()}
     item, user = map(recognition.column, (LogColumns.ITEM_ID, LogColumns.USER_ID))
+    sample, left_out, questions, unusable = usable_rows(sample, recognition, facts[best], _event_days)
     rows, length = _item_rows(sample, others, *keyed.get("item", ("", "")), str(item)), None
     if recognition.column(LogColumns.WATCH_TIME) is not None and recognition.column(LogColumns.DURATION) is None:
         length = _length_column(rows, sample, columns)
@@ -251,29 +264,19 @@ def inspect_log(
     if not sample.table.num_rows:
         raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
     table_columns, doubts = _availability(rows, sample, recognition, facts[best])
+    doubts += [*unread, *unusable]
     table_columns |= {f"{side}_id": key for side, (_, key) in keyed.items() if key not in (item, user)}
     if length is not None:
         table_columns |= {"duration": length, "duration_unit": recognition.columns.duration_unit or "s"}
         doubts.append(f"`{length}` of the table of items is the duration of each event")
     recognition = replace(
         recognition,
-        questions=(*_unnamed(sample), *recognition.questions),
+        questions=(*_unnamed(sample), *_repeated(sample, recognition), *recognition.questions, *asked, *questions),
         doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts),
     )
     about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
-    about["table_columns"] = FeatureColumns(**table_columns)
+    about |= {"table_columns": FeatureColumns(**table_columns), "left_out": left_out}
     return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
-
-
-def _with_texts_as_ids(sample: TableSample) -> TableSample:
-    """Ids of text files that look like fractions, such as ``1000213.1767``, as texts, as prepare reads them."""
-    table = sample.table
-    for place, name in enumerate(table.column_names if sample.form.delimiter else ()):
-        named = any(rank_as(role, name) is not None for role in (LogColumns.USER_ID, LogColumns.ITEM_ID))
-        values = table[name].drop_null()
-        if named and pa.types.is_floating(values.type) and not pc.all(pc.equal(values, pc.floor(values))).as_py():
-            table = table.set_column(place, name, table[name].cast(pa.string()))
-    return replace(sample, table=table)
 
 
 def _keys(log: TableSample, samples: Sequence[TableSample]) -> set[str]:
@@ -311,6 +314,11 @@ def _unnamed(sample: TableSample) -> list[str]:
         f"the first line has no names ({shown}): name its {len(sample.form.names)} columns in order, with "
         "--csv.names '[user_id, item_id, ...]'"
     ]
+
+
+def _repeated(sample: TableSample, found: Recognition) -> list[str]:
+    names, files = sample.repeated & {*used_columns(found)}, ", ".join(file.name for file in sample.files[:3])
+    return [f"several columns of {files} are called `{name}`: rename or remove all but one" for name in sorted(names)]
 
 
 def _tables(found: Recognition, sample: TableSample, others: Sequence[TableSample]) -> dict[str, tuple[str, str]]:
@@ -412,7 +420,9 @@ def _not_read(one: TableSample, found: Recognition) -> str:
         return (
             f"{files}: not read, as {again:,} rows have the `{keys[0]}` of an earlier row: a table has one row for each"
         )
-    return f"{files}: other columns than the log, not read"
+    lacking = ", ".join(f"`{name}`" for name in used_columns(found) if name not in names)
+    why = f"it lacks {lacking}" if lacking else "it has another delimiter, or a column that recpo would look for in all"
+    return f"{files}: other columns than the log, not read ({one.rows:,} rows), as {why}"
 
 
 def _doubts_of_files(
@@ -421,7 +431,9 @@ def _doubts_of_files(
     doubts = []
     if len(sample.files) > 1:
         names = ", ".join(file.name for file in sample.files[:5])
-        doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}")
+        extra = ", ".join(f"`{name}`" for name in sample.partial)
+        also = f"; not all of them have {extra}, which is not read" if extra else ""
+        doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}{also}")
     doubts += [_not_read(one, found) for one in others if not {*map(str, one.files)} & {*tables.values()}]
     if sample.nested:
         doubts.append(

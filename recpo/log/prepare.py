@@ -46,7 +46,7 @@ from recpo.log.shaping import (
     watch_ties,
 )
 from recpo.log.splits import Split, TemporalSplit
-from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags
+from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags, usable_rows
 from recpo.log.writing import Encoding, Output, Sources, Workplace
 
 #: Counts of the items that were shown at other times than those of ``AVAILABILITY`` in the item table.
@@ -86,6 +86,12 @@ class Preparation:
     """maximum possible watch time in seconds"""
     strict: bool = False
     """reject impossible values and exact duplicates instead of neutralizing or dropping them"""
+    skip_incomplete: bool = False
+    """leave out and count rows without a user, an item or a time that parses, instead of rejecting the log"""
+    begin: str | None = None
+    """ISO time (UTC without an offset); earlier rows, as of wrong clocks, are left out and counted"""
+    end: str | None = None
+    """ISO time (UTC without an offset); rows of this time and later ones are left out and counted"""
     outcome_rows: bool = False
     """an exposure and what followed, such as a view and a purchase, have rows of their own: of a user's events with an
     item on one UTC day, only the first one with the highest label stays"""
@@ -111,7 +117,7 @@ class Preparation:
                 f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}", code="unknown_name", field="preset"
             )
         validate_ranges(self)
-        self.more  # noqa: B018 checks the names of behaviors
+        self.more, self.ends  # noqa: B018 checks the names of behaviors, and the times
         if self.outcome_rows and LogColumns.LABEL not in self.label.needs:
             raise RecpoError(
                 f"outcome_rows compares the labels of rows, and label {type(self.label).__name__} reads none: choose "
@@ -132,6 +138,11 @@ class Preparation:
         chosen = {feature_columns.BEHAVIOR + name for name in self.behaviors or ()}
         chosen |= {feature_columns.CONTEXT + feature.name for feature in self.features.context or ()}
         return feature_columns.EventColumns(behaviors, self.table_columns.context or (), frozenset(chosen))
+
+    @property
+    def ends(self) -> list[int | None]:
+        """``begin`` and ``end`` in ms."""
+        return [splits.iso_ms("begin", self.begin), splits.iso_ms("end", self.end)]
 
     @property
     def table_columns(self) -> feature_columns.FeatureColumns:
@@ -282,9 +293,9 @@ class PrepareRun:
         self._stage("checking")
         choice, mapping, log = self.choice, self.choice.mapping, self.log
         if log.files and log.columns:
-            used = list(dict.fromkeys(log.columns.values()))
-            rows = self.engine.read_parquet([file.path for file in log.files], used)
+            rows = self.engine.read_parquet([file.path for file in log.files], [*dict.fromkeys(log.columns.values())])
             raw = standard_events.select_columns(rows, log.columns, log.flags)
+            raw, self.dropped = usable_rows(self.engine, raw, mapping, choice.skip_incomplete, *choice.ends)
             read, neutralized, row_faults = check_rows(
                 self.engine, raw, log, mapping, choice.label, choice.max_watch_time, choice.strict, self.more
             )
@@ -292,9 +303,9 @@ class PrepareRun:
         schema.validate_no_faults(faults, self._file_warnings())
         distinct = self.engine.materialize("distinct", raw.drop(Engine.FILE, Engine.ROW).distinct())
         kept = self.engine.count(distinct)
+        self.dropped |= {"exact duplicate of another event": read - kept} if read > kept else {}
+        read = kept + sum(self.dropped.values())
         self.counts = {"read": read, "empty_files": log.empty_files, "neutralized": neutralized}
-        if read > kept:
-            self.dropped["exact duplicate of another event"] = read - kept
         events = standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
         if LogColumns.DURATION in self._of_items:
             events = standard_events.with_durations(events, self._given_durations())

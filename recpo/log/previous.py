@@ -27,7 +27,7 @@ from recpo.log.schema import PERIODS, Columns, Derived, FlagColumn, LogColumns, 
 from recpo.log.splits import TemporalSplit
 
 #: options that an extension may have of its own; preset is a part of columns
-_OWN_OPTIONS: Final = ("preset", "strict", "csv")
+_OWN_OPTIONS: Final = ("preset", "strict", "csv", "skip_incomplete", "begin", "end")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
         label=_made(config["label"], shaping, asked.label),
         feedback=FeedbackRule(**config["feedback"]),
         strict=asked.strict,
+        skip_incomplete=asked.skip_incomplete or config.get("skip_incomplete", False),
+        begin=asked.begin,
+        end=asked.end,
         csv=asked.csv,
         features=_kept_features(data),
         behaviors=_kept_behaviors(data),

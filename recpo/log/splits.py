@@ -173,13 +173,7 @@ class TemporalSplit(Split):
         text = getattr(self, key)
         if text is None:
             return None
-        try:
-            moment = datetime.fromisoformat(text)
-        except ValueError as error:
-            raise RecpoError(
-                f"split {key}: {text!r} is not an ISO time such as 2024-05-01T00:00:00", code="bad_value", field=key
-            ) from error
-        return moment if moment.tzinfo else moment.replace(tzinfo=zone)
+        return _iso_time(key, text, zone)
 
 
 @dataclass(frozen=True)
@@ -368,6 +362,21 @@ def _zone(name: str) -> tzinfo:
             code="unknown_name",
             field="timezone",
         ) from error
+
+
+def _iso_time(key: str, text: str, zone: tzinfo) -> datetime:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise RecpoError(
+            f"{key}: {text!r} is not an ISO time such as 2024-05-01T00:00:00", code="bad_value", field=key
+        ) from error
+    return moment if moment.tzinfo else moment.replace(tzinfo=zone)
+
+
+def iso_ms(key: str, text: str | None) -> int | None:
+    """The ISO time of the option ``key`` in milliseconds since 1970, without an offset in UTC; None = no time."""
+    return None if text is None else _milliseconds(_iso_time(key, text, UTC))
 
 
 def _moment(milliseconds: int, zone: tzinfo) -> datetime:

@@ -11,6 +11,7 @@ from typing import Final
 import ibis
 import ibis.expr.types as ir
 
+from recpo.base.errors import RecpoError
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import UNKNOWN_BUCKET
 from recpo.log.csv_files import row_in_file
@@ -92,6 +93,41 @@ def check_rows(
     return int(row["rows"]), neutralized, faults
 
 
+def usable_rows(
+    engine: Engine, raw: ir.Table, mapping: Columns, skip_incomplete: bool, begin: int | None, end: int | None
+) -> tuple[ir.Table, dict[str, int]]:
+    """The rows that are not left out by an option, and the number of the others by reason.
+
+    Args:
+        engine: runs the expressions.
+        raw: rows under standard names (``select_columns``).
+        mapping: units.
+        skip_incomplete: rows without a user, an item or a time are left out.
+        begin: the first time in ms that is kept; None = no limit.
+        end: the first later time that is not; None = no limit.
+
+    Raises:
+        RecpoError: no row is left.
+    """
+    given = {column: raw[column] for column in LogColumns.REQUIRED if column in raw.columns}
+    if (time := given.get(LogColumns.TIMESTAMP)) is not None:
+        given[LogColumns.TIMESTAMP] = time = timestamp_ms(time, mapping.time_unit or "ms")
+    empty = {column: value.strip() == "" if value.type().is_string() else False for column, value in given.items()}
+    reasons = [(given[name].isnull() | empty[name], f"row without {name}") for name in given if skip_incomplete]
+    reasons += [] if time is None or begin is None else [(time < begin, "before begin")]
+    reasons += [] if time is None or end is None else [(time >= end, "at end or later")]
+    if not reasons:
+        return raw, {}
+    marked = raw.mutate(left_out=ibis.cases(*reasons))
+    counts = engine.table(marked.group_by("left_out").aggregate(rows=marked.count())).to_pylist()
+    dropped = {row["left_out"]: row["rows"] for row in counts}
+    if dropped and dropped.pop(None, 0) == 0:
+        raise RecpoError(
+            f"no row is left: {dropped}", code="empty", field="skip_incomplete" if skip_incomplete else "begin"
+        )
+    return marked.filter(marked.left_out.isnull()).drop("left_out"), dropped
+
+
 def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> list[Fault]:
     """A fault for every flag that is read from values of which no row has one, such as a misspelled value.
 
@@ -119,7 +155,7 @@ def unmatched_flags(engine: Engine, rows: ir.Table, raw: ir.Table, log: Log) -> 
 
 def row_checks(raw: ir.Table, mapping: Columns, max_watch_time: float, more: EventColumns) -> list[Check]:
     """All checks that apply to the columns of ``raw``."""
-    fix = "an event needs a user, an item and a time: remove these rows or fill the key"
+    fix = "an event needs a user, an item and a time: fill the key, or leave these rows out with --skip_incomplete true"
     keys = [column for column in (LogColumns.USER_ID, LogColumns.ITEM_ID) if column in raw.columns]
     return [
         *(Check(column, "null key", "fatal", fix, raw[column].isnull()) for column in keys),
@@ -142,7 +178,7 @@ def _time_checks(raw: ir.Table, mapping: Columns) -> Iterator[Check]:
         fix = f"write ISO times such as 2024-05-01T12:00:00+08:00, or whole numbers in {unit} (--columns.time_unit)"
     else:
         fix = f"times lie in 1971..2099; these were read in {unit}: set --columns.time_unit to s, ms, us, ns or order"
-    missing = "an event needs a user, an item and a time: remove these rows or fill the time"
+    missing = "an event needs a user, an item and a time: fill it, or leave these rows out with --skip_incomplete true"
     yield Check(LogColumns.TIMESTAMP, "null time", "fatal", missing, absent(time))
     yield Check(LogColumns.TIMESTAMP, "unparseable or impossible time", "fatal", fix, useless)
 

@@ -20,6 +20,7 @@ from recpo.log.inspection import Choice, Inspection, inspect_log
 from recpo.log.schema import PRESETS, Columns, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.verbs.fit_recipes import FACTORS, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
+from recpo.verbs.prepare import source_of
 from recpo.verbs.verb import PYTHON_ONLY, Verb, configurations, function_of
 
 
@@ -52,7 +53,14 @@ class Init(Verb[Inspection]):
 
     def execute(self) -> Inspection:
         """Inspects, then writes."""
-        found = inspect_log(self.log, columns=self.columns, csv=self.csv)
+        log = source_of(self.log, "log")
+        if not isinstance(log, list):
+            raise RecpoError(
+                "log: init reads files, which prepare.yaml names: write the frame to Parquet, or give it to recpo.fit",
+                code="wrong_type",
+                field="log",
+            )
+        found = inspect_log(log, columns=self.columns, csv=self.csv)
         self.on_inspected(found)
         return write_configurations(found, Path(self.out))
 
@@ -103,6 +111,7 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
         chosen["behaviors"] = dict(found.behaviors)
     if found.outcome_rows:
         chosen["outcome_rows"] = True
+    chosen |= found.left_out
     chosen |= {"label": label(**found.label.init_args), "split": split(**found.split.init_args)}
     return {**chosen, "columns": columns}
 
@@ -148,6 +157,9 @@ def _prepare_text(found: Inspection, out: Path) -> str:
         followed = "# an exposure and what followed are one event: the one with the highest label"
         lines.append(f"outcome_rows: true            {followed}")
     lines.append(_class_entry("split", found.split))
+    if found.left_out:
+        lines.append("\n# Rows without a user, item or time, and rows of wrong clocks, are left out and counted.")
+    lines += [f"{name}: {_yaml(value)}" for name, value in found.left_out.items()]
     if "behaviors" in options:
         lines.append(f"\nbehaviors: {_yaml(options['behaviors'])}")
     for side, file in found.tables.items():

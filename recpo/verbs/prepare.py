@@ -27,10 +27,11 @@ class Prepare(Preparation, EngineOptions, WritingVerb[Prepared]):
     """Checks an interaction log and writes indexed, labeled, split and sorted shards.
 
     One error lists every fault of the log. Rejected: files that cannot be read, missing columns, wrong types, null
-    users, items or times, times that do not parse. Neutralized and counted (the event stays, without that value):
-    missing or impossible watch times, durations, labels and propensities. Dropped and counted: exact duplicates (equal
-    in every column that is used), events of items outside the catalog. ``manifest.json`` has the counts. Everything is
-    fitted on the train period only. Equal logs give equal bytes, for any order of rows and any engine.
+    users, items or times, times that do not parse (``skip_incomplete`` leaves these rows out). Neutralized and counted
+    (the event stays, without that value): missing or impossible watch times, durations, labels and propensities.
+    Dropped and counted: exact duplicates (equal in every column that is used), events of items outside the catalog.
+    ``manifest.json`` has the counts. Everything is fitted on the train period only. Equal logs give equal bytes, for
+    any order of rows and any engine.
 
     Raises:
         RecpoError: the log has faults (all of them in one message), or cannot be split; an option is out of range, or

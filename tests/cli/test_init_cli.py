@@ -308,15 +308,15 @@ def test_the_events_of_a_day_are_counted_whatever_a_time_is_written_as(tmp_path)
     assert inspect_log(tmp_path / "timeless.parquet").counts.by_day == ()
 
 
-def test_a_number_that_is_no_time_is_left_to_prepare(tmp_path):
+def test_a_row_whose_number_is_no_time_is_left_out(tmp_path):
     table = events()[["user", "item", "second"]]
     table.loc[3, "second"] = np.iinfo(np.int64).max
     table.to_parquet(tmp_path / "log.parquet", index=False)
     columns = recpo.Columns(user_id="user", item_id="item", timestamp="second", time_unit="s")
     found = inspect_log(tmp_path / "log.parquet", columns=columns)
-    assert found.counts.by_day == ()
-    with refused("bad_value", ...):
-        recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    assert (sum(found.counts.by_day), found.counts.events) == (599, 599)
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    assert data.manifest["counts"]["dropped"]["row without timestamp"] == 1
 
 
 def test_whole_stars_run_from_one_to_five(tmp_path):
@@ -347,6 +347,60 @@ def test_files_that_are_no_tables_say_why(tmp_path):
     assert "2 rows have the `item_id` of an earlier row" in genres
     assert "no column is `item_id` or `user_id` (id, color)" in colors
     assert "other columns than the log" in pairs
+
+
+@pytest.mark.parametrize("suffixes", [("csv", "csv"), ("parquet", "parquet"), ("csv", "tsv")])
+def test_files_with_the_columns_of_the_log_in_any_order_and_more_are_one_log(suffixes, tmp_path):
+    table = events()[["user", "item", "second", "flag"]].rename(columns={"flag": "click"})
+    first, second = table[:300].assign(note=1.5), table[300:][["click", "second", "item", "user"]]
+    second = second.assign(note="a", device="ios")
+    (tmp_path / "log").mkdir()
+    for frame, name, suffix in zip((first, second), "ab", suffixes, strict=True):
+        file = tmp_path / "log" / f"{name}.{suffix}"
+        frame.to_parquet(file) if suffix == "parquet" else frame.to_csv(file, sep={"csv": ",", "tsv": "\t"}[suffix])
+    found = recpo.init(tmp_path / "log", tmp_path / "out")
+    assert found.counts.events == len(table)
+    assert any("2 files" in doubt and "`device`" in doubt for doubt in found.doubts)
+    data = recpo.prepare(**preparation_of(found), out=tmp_path / "data", progress=False)
+    assert data.manifest["counts"]["read"] == len(table)
+    first.assign(rating=events()["rating"]).to_csv(tmp_path / "log" / "c.csv")
+    found = inspect_log(tmp_path / "log")
+    assert [file.name for file in found.sample.files] == ["c.csv"]
+    assert any("(300 rows), as it lacks `rating`" in doubt for doubt in found.doubts)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("column", "values", "left_out"),
+    [
+        ("user", [np.nan] * 200, {"skip_incomplete": True}),  # numbers with fractions, as pandas has them
+        ("day", ["0000-00-00 00:00:00", None, "soon"], {"skip_incomplete": True}),
+        ("day", ["2031-01-01 00:00:00"] * 3, {"end": "2023-11-27"}),
+        ("day", ["2031-01-01 00:00:00", "1985-02-02 10:00:00", ""], {"skip_incomplete": True, "begin": "2023-11-14"}),
+        ("item", [np.nan] * 350, None),
+    ],
+)
+def test_rows_that_prepare_cannot_read_are_left_out_and_said(suffix, column, values, left_out, tmp_path, monkeypatch):
+    table = events()[["user", "item", "second", "rating"]]
+    table = table.assign(day=pd.to_datetime(table.pop("second"), unit="s").astype(str))
+    table = table.astype({column: float} if column != "day" else {})
+    table.loc[np.arange(1, 600, 600 // len(values))[: len(values)], column] = values
+    monkeypatch.chdir(tmp_path)
+    table.to_csv("log.csv", index=False) if suffix == "csv" else table.to_parquet("log.parquet")
+    if left_out is None:
+        with refused("missing_option", "item_id"):
+            recpo.init(f"log.{suffix}")
+        return
+    found = recpo.init(f"log.{suffix}")
+    assert left_out.items() <= found.left_out.items()
+    assert (found.counts.events, round(found.counts.days)) == (600 - len(values), 13)
+    assert found.split.class_name == "TemporalSplit"
+    (*_, said) = found.doubts
+    assert "leave" in said
+    assert main(["prepare", "--config", "prepare.yaml"]) == 0
+    counts = recpo.load("prepared").manifest["counts"]
+    dropped = [count for reason, count in counts["dropped"].items() if "outside" not in reason]
+    assert (counts["read"], sum(dropped)) == (600, len(values))
 
 
 def plays(number=1200, watched="play_seconds", length="track_seconds", factor=1.0):

@@ -6,8 +6,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import recpo
 from recpo.base.errors import RecpoError
 from recpo.log.csv_files import CsvFormat, csv_to_parquet, read_ids, row_in_file
+from recpo.log.inspection import inspect_log
+from recpo.log.schema import Columns
+from recpo.log.shaping import EveryEvent
 from tests.refusals import refused
 
 MAPPING = {name: name for name in ("user_id", "item_id", "timestamp", "watch_time", "dislike", "label")}
@@ -152,6 +156,25 @@ def test_a_file_without_names_is_refused(tmp_path, text):
         read(tmp_path, text)
 
 
+@pytest.mark.parametrize(("line", "name"), [(2, "log.csv"), (900, "log.csv"), (900, "log.csv.gz")])
+def test_the_byte_that_is_not_utf_8_is_named(tmp_path, line, name):
+    lines = [b"user_id,item_id,ts\n", *[b"1,2,1700000000\n"] * 1000]
+    lines[line - 1] = b"1,K\xe4se,1700000000\n"
+    (tmp_path / name).write_bytes(gzip.compress(b"".join(lines)) if name.endswith(".gz") else b"".join(lines))
+    for read_log in (inspect_log, lambda log: recpo.prepare(log, tmp_path / "out", label=EveryEvent())):
+        with pytest.raises(RecpoError, match=f"line {line:,} has 0xe4 as its byte 4;"):
+            read_log(tmp_path / name)
+
+
+@pytest.mark.parametrize("first", [f"{2**63}", "003.0001", "1000213.176722560", "00"])
+def test_ids_that_no_number_holds_are_counted_as_texts(tmp_path, first):
+    lines = [f"{first}{number % 9},{number},{1_700_000_000 + number}\n" for number in range(90)]
+    (tmp_path / "log.csv").write_text("user_id,item_id,ts\n" + "".join(lines))
+    found = inspect_log(tmp_path)
+    assert (found.counts.users, found.column("user_id")) == (9, "user_id")
+    assert found.sample.table["user_id"][0].as_py() == f"{first}0"
+
+
 @pytest.mark.parametrize("width", ["7,a\xc7,1,extra", "7,a\xc7,1"])
 def test_bytes_that_are_not_utf_8_are_refused_without_a_traceback(tmp_path, capfd, width):
     """Arrow decodes rows of another width in a callback, where Python can only print what fails."""
@@ -159,3 +182,46 @@ def test_bytes_that_are_not_utf_8_are_refused_without_a_traceback(tmp_path, capf
     with pytest.raises((pa.ArrowInvalid, RecpoError)):
         read(tmp_path, content)
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_two_columns_of_one_name_are_asked_about_if_they_are_read(tmp_path, suffix):
+    rows = [(n % 7, n % 5, 1_700_000_000 + n, n % 2, n % 2) for n in range(60)]
+    table = pa.table(list(zip(*rows, strict=True)), names=["user_id", "item_id", "ts", "click", "click"])
+    if suffix == "csv":
+        lines = [",".join(table.column_names), *(",".join(map(str, row)) for row in rows)]
+        (tmp_path / "log.csv").write_text("\n".join(lines))
+    else:
+        pq.write_table(table, tmp_path / "log.parquet")
+    (question,) = inspect_log(tmp_path).questions
+    assert "`click`" in question
+    assert f"log.{suffix}" in question
+
+
+def test_what_init_cannot_read_is_named(tmp_path):
+    (tmp_path / "log.jsonl").write_text("{}")
+    with refused("missing_file", "log") as caught:
+        recpo.init(tmp_path)
+    assert "log.jsonl" in str(caught.value)
+    with refused("wrong_type", "log") as caught:
+        recpo.init(pa.table({"user_id": [1], "item_id": [1]}))
+    assert "Parquet" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "given", "asked", "said"),
+    [
+        ("enrolled", ["07.01.2026", "12.01.2026"], {}, "timestamp", "`enrolled` (07.01.2026, 12.01.2026)"),
+        ("date", ["Jan 5, 2026", "Jan 6, 2026"], {}, "timestamp", "`date` (Jan 5, 2026, Jan 6, 2026)"),
+        ("mailed", ["03/02/2026", "11/28/2026"], {"timestamp": "mailed"}, "timestamp", "`mailed` (03/02/2026, "),
+        ("rating", ["3,5", "1.024,0"], {"time_unit": "none"}, "label", "`rating` (3,5, 1.024,0"),
+        ("price", ["3,5", "12,25"], {"time_unit": "none"}, None, "`price` (3,5, 12,25)"),
+    ],
+)
+def test_dates_and_numbers_of_other_forms_are_named(tmp_path, column, values, given, asked, said):
+    rows = [f"u{n % 7};i{n % 5};{values[n % 2]}\n" for n in range(60)]
+    (tmp_path / "log.csv").write_text(f"user_id;item_id;{column}\n" + "".join(rows))
+    found = inspect_log(tmp_path, columns=Columns(**given))
+    assert [question.partition(":")[0] for question in found.questions] == ([asked] if asked else [])
+    assert any(said in text for text in (found.questions or found.doubts))
+    assert not any("no column has times" in doubt for doubt in found.doubts)

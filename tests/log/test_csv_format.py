@@ -1,11 +1,14 @@
 """Text files with other delimiters, and without a header line."""
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+import recpo
 from recpo.cli.main import main
 from recpo.log.csv_files import CsvFormat, csv_to_parquet
 from recpo.log.prepared import Prepared
+from recpo.verbs.init import preparation_of
 from tests.refusals import refused
 
 NAMES = ("user_id", "item_id", "timestamp", "label")
@@ -90,3 +93,18 @@ def test_ratings_of_movielens_one_million_and_of_recbole_are_prepared(tmp_path):
         words = ["--log", str(tmp_path / log), "--out", str(out), "--preset", preset, *options, *common]
         assert main(["prepare", *words]) == 0
         assert Prepared.open(out).manifest["counts"]["read"] == len(events)
+
+
+@pytest.mark.parametrize(
+    ("delimiters", "title"), [((";", ";"), "a, b"), ((";", ","), "a b"), ((",", ";"), "a, b"), (("\t", "|"), "a;b")]
+)
+def test_each_table_is_read_with_the_delimiter_of_its_first_line(tmp_path, delimiters, title):
+    log, items = (["user id", "item id", "ts"], ["item id", "title"])
+    rows = [[f"u{n % 20}", f"i{n % 7}", 1_714_500_000 + 3_600 * n] for n in range(300)]
+    pd.DataFrame(rows, columns=log).to_csv(tmp_path / "log.csv", sep=delimiters[0], index=False)
+    table = pd.DataFrame([[f"i{n}", title] for n in range(7)], columns=items)
+    table.to_csv(tmp_path / "items.csv", sep=delimiters[1], index=False)
+    found = recpo.init(tmp_path, tmp_path / "out")
+    assert found.tables == {"item": str(tmp_path / "items.csv")}
+    data = recpo.prepare(**preparation_of(found), items=tmp_path / "items.csv", out=tmp_path / "data", progress=False)
+    assert [feature.name for feature in data.feature_schema.item] == ["title"]

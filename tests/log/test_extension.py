@@ -200,6 +200,16 @@ def test_days_with_strings_as_request_ids_may_follow_days_with_integers(tmp_path
     assert_equal(recpo.prepare(last, tmp_path / "second", extends=prepared), whole)
 
 
+def test_rows_without_a_user_are_left_out_as_yesterday(tmp_path):
+    log = living_log(5, 6)
+    users = [None if number % 10 == 0 else user for number, user in enumerate(log["user_id"].to_pylist())]
+    log = log.set_column(log.column_names.index("user_id"), "user_id", pa.array(users, log["user_id"].type))
+    data = recpo.prepare(between(log, 0, 5), tmp_path / "a", skip_incomplete=True, end="2024-01-01", **OPTIONS)
+    data = recpo.prepare(between(log, 5, 6), tmp_path / "b", extends=data)
+    counts = data.manifest["counts"]
+    assert (counts["read"], counts["dropped"]["row without user_id"]) == (log.num_rows, users.count(None))
+
+
 @pytest.fixture(scope="module")
 def yesterday(tmp_path_factory):
     log = living_log(3, 6)

@@ -56,7 +56,12 @@ def _spark_options():
 
 
 def log(time):
-    kinds = {**dict.fromkeys(LogColumns.ALL, "float64"), "user_id": "string", "item_id": "int64", "request_id": "int64"}
+    kinds = {
+        **dict.fromkeys(LogColumns.ALL, "float64"),
+        "user_id": "string",
+        "item_id": "int64",
+        "request_id": "float64",
+    }
     kinds |= {"timestamp": time, "dislike": "boolean", "is_random": "int8", "__file": "string", "__row": "int64"}
     return ibis.table(kinds, name="log")
 

@@ -198,10 +198,10 @@ def test_columns(tmp_path, log):
 
 
 def test_types(tmp_path, log):
-    table = log.set_column(0, "user_id", pa.array(np.arange(log.num_rows) * 1.0))
+    table = log.set_column(0, "user_id", pa.array(np.arange(log.num_rows) > 5))
     table = table.set_column(3, "watch_time", log["watch_time"].cast(pa.string()))
     found = fault(write_log(tmp_path / "log.parquet", table), tmp_path)
-    assert "column user_id: type double, wanted as user_id; expected integers or strings: cast it" in found
+    assert "column user_id: type bool, wanted as user_id; expected integers or strings: cast it" in found
     assert "column watch_time: type string, wanted as watch_time; expected a number: cast it" in found
     other = log.set_column(1, "item_id", log["item_id"].cast(pa.string()))
     paths = [write_log(tmp_path / "a.parquet", log), write_log(tmp_path / "b.parquet", other)]
@@ -273,3 +273,34 @@ def test_memory_limit(tmp_path, log):
     path = write_log(tmp_path / "log.parquet", log)
     with refused("bad_value", "memory_limit"):
         Preparation().write(Sources(path), Output(tmp_path / "out", engine=EngineOptions(memory_limit="lots")))
+
+
+@pytest.mark.parametrize("times", ["numbers", "texts"])
+def test_rows_without_a_key_or_outside_the_given_times_are_left_out_and_counted(tmp_path, log, times):
+    kept = log.slice(30).to_pydict()
+    users, items, dates = (log[name].to_pylist() for name in ("user_id", "item_id", "timestamp"))
+    dates = [dt.datetime.fromtimestamp(t / 1000, dt.UTC).isoformat() for t in dates] if times == "texts" else dates
+    users[:8], items[6:16] = [None, "", " "] + [None] * 5, [None] * 10  # both are null in two of them
+    dates[16:20] = ["0000-00-00", "soon", None, ""] if times == "texts" else [0, -1, None, 7]
+    early, late = START_MS - 9 * 86_400_000, START_MS + 90 * 86_400_000
+    iso = [dt.datetime.fromtimestamp(t / 1000, dt.UTC).isoformat() for t in (early, late)]
+    dates[20:30] = ([iso[0]] * 4 + [iso[1]] * 6) if times == "texts" else ([early] * 4 + [late] * 6)
+    table = log.set_column(0, "user_id", pa.array(users)).set_column(1, "item_id", pa.array(items, pa.float64()))
+    table = table.set_column(2, "timestamp", pa.array(dates))
+    path = write_log(tmp_path / "log.parquet", table)
+    begin, end = "2023-11-15", "2023-12-01T00:00:00+00:00"
+    assert "--skip_incomplete true" in fault(path, tmp_path)
+    found = run(path, tmp_path / "out", skip_incomplete=True, begin=begin, end=end)
+    counts = found["counts"]
+    assert counts["read"] == log.num_rows
+    assert {reason: count for reason, count in counts["dropped"].items() if "outside" not in reason} == {
+        "row without user_id": 8,
+        "row without item_id": 8,
+        "row without timestamp": 4,
+        "before begin": 4,
+        "at end or later": 6,
+    }
+    assert found["shards"] == run(write_log(tmp_path / "log.parquet", pa.table(kept)), tmp_path / "plain")["shards"]
+    with refused("bad_value", "begin"):
+        Preparation(begin="soon")
+    assert "no row is left" in fault(path, tmp_path / "none", skip_incomplete=True, begin="2090-01-01")
