@@ -73,14 +73,12 @@ class FactorOptions:
     """features of the users give every user a prior mean, beside the history: true or false; null = where the prepared
     data have features of users, they are tried with the best of the other priors; with als, and for a held-out period,
     false. Only for variational"""
-    item_factors: bool | None = None
-    """the factors of an item are the features of the items themselves, at most 32 components, and none are learned:
-    true or false; null = where the prepared data have features of items, that is tried, too; with als, and for a
-    held-out period, false. Only for variational"""
-    user_factors: bool | None = None
-    """the factors of a user are the features of the users themselves, at most 32 components, and none are learned: true
-    or false; null = where the prepared data have features of users, that is tried, too; with als, and for a held-out
-    period, false. Only for variational"""
+    item_factors: NonNegativeInt | None = None
+    """so many components of the features of the items are the factors of an item, and none are learned; 0 = they are
+    learned; null = where the prepared data have features of items, 8 and 32 are tried, too; with als, and for a
+    held-out period, 0. Only for variational"""
+    user_factors: NonNegativeInt | None = None
+    """the same of users: so many components of their features are the factors of a user"""
     sweeps: PositiveInt = 20
     """passes over the training events per model"""
     warm_up: PositiveInt | None = None

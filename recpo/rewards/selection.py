@@ -22,8 +22,8 @@ from recpo.rewards.graded import SIDE_OPTIONS, FactorOptions, chunks, mean_grade
 from recpo.rewards.prior_features import CONSUMPTION_PASSES, TABLE_PASSES, PriorFeatures, UserTable
 
 _USERS_PER_BATCH: Final = 256
-# components of a table that are factors, at most; of large catalogs fewer: so many numbers are the covariances
-_MOST_FACTORS: Final = 32
+# components of a table that are tried as factors; of large catalogs fewer: so many numbers are the covariances
+_COMPONENTS: Final = (8, 32)
 _MOST_NUMBERS: Final = 1 << 26
 #: maximum number of validation users, evenly spaced; enough to distinguish squared errors
 VALIDATION_USERS: Final = 20_000
@@ -58,7 +58,7 @@ def fit_factors(
     _validate_sides(data, options)
     priors, tries_users = options.priors(has_features=bool(schema.item)), options.tries_users(bool(schema.user))
     tries_factors, tries_items = tries_users and options.user_factors is None, options.tries_items(bool(schema.item))
-    models = len(options.grid) + len(priors) - 1 + tries_users + tries_factors + tries_items
+    models = len(options.grid) + len(priors) - 1 + tries_users + len(_COMPONENTS) * (tries_factors + tries_items)
     asked = len(options.grid) * len(options.consumption or (0,))
     passes = models * options.sweeps + 1 + TABLE_PASSES * any(joined for _, joined in priors)
     passes += CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
@@ -69,9 +69,9 @@ def fit_factors(
         fit = _Fitting(data, mean, options, bar.update)
         first, *others = options.grid
         warm_up = options.warm_up or variational.WARM_UP
-        given = bool(options.user_factors), bool(options.item_factors)
-        sides = bool(options.user_features or options.user_factors), *given
-        settings = [_Setting(*first, *prior, *sides, warm_up) for prior in priors]
+        given = options.user_factors or 0, options.item_factors or 0
+        reads_users = bool(options.user_features or options.user_factors)
+        settings = [_Setting(*first, *prior, reads_users, *given, warm_up) for prior in priors]
         best = fit(settings[0])
         errors, targets = validation_errors(data, [best.model]) if options.period == "train" else ([], 0)
         if not targets and asked > 1:
@@ -98,10 +98,11 @@ def fit_factors(
         if others:
             best = improved([best.setting._replace(rank=rank, ridge=ridge) for rank, ridge in others])
         if targets and tries_factors:
-            best = improved([_Setting(0, None, 0, any(joined for _, joined in priors), True, True, False, warm_up)])
+            joined = any(joined for _, joined in priors)
+            best = improved([_Setting(0, None, 0, joined, True, count, 0, warm_up) for count in _COMPONENTS])
         if targets and tries_items:
             users = best.setting.user_features and not best.setting.user_factors
-            best = improved([_Setting(0, None, 0, True, users, False, True, warm_up)])
+            best = improved([_Setting(0, None, 0, True, users, 0, count, warm_up) for count in _COMPONENTS])
         learns = not (best.setting.user_factors or best.setting.item_factors)
         if targets and learns and options.tries_late_priors and variational.is_pruned(best.model):
             best = improved([best.setting._replace(rank=first[0], warm_up=variational.LATE_WARM_UP)])
@@ -125,7 +126,7 @@ def _validate_sides(data: Prepared, options: FactorOptions) -> None:
 class _Setting(NamedTuple):
     """What is tried: a rank, a ridge (None = it is learned), what prior means depend on, and when they are learned.
 
-    Where the features of the users, or of the items, are their factors, the rank is 0: none is learned.
+    Where components of the features of the users, or of the items, are their factors, the rank is 0: none is learned.
     """
 
     rank: int
@@ -133,8 +134,8 @@ class _Setting(NamedTuple):
     consumption: int
     item_features: bool
     user_features: bool
-    user_factors: bool
-    item_factors: bool
+    user_factors: int
+    item_factors: int
     warm_up: int
 
 
@@ -185,14 +186,14 @@ class _Fitting:
         if number not in self._consumption:
             made = prior_features.of_consumption(self._parts, self.data.num_items, number, self.options.seed)
             self._consumption[number] = made
-        found, most = self._consumption[number], min(_MOST_FACTORS, math.isqrt(_MOST_NUMBERS // self.data.num_items))
+        found, most = self._consumption[number], math.isqrt(_MOST_NUMBERS // self.data.num_items)
         if setting.item_factors:
-            found = self._item_table.largest(most)
+            found = self._item_table.largest(min(setting.item_factors, most))
         elif setting.item_features:
             found = found.beside(self._item_table)
         users = self._user_table if setting.user_features else None
         if users is not None and setting.user_factors:
-            users = users.largest(most)
+            users = users.largest(min(setting.user_factors, most))
         return found._replace(users=users)
 
     @cached_property

@@ -168,7 +168,8 @@ def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors,
             "consumption": 0,
             "item_features": False,
             "user_features": False,
-            "user_factors": False,
+            "user_factors": 0,
+            "item_factors": 0,
             "squared_error": None,
         }
     ]
@@ -196,7 +197,8 @@ def test_a_period_has_the_grades_of_its_own_events(data):
             "consumption": 0,
             "item_features": False,
             "user_features": False,
-            "user_factors": False,
+            "user_factors": 0,
+            "item_factors": 0,
             "warm_up": 3,
             "squared_error": None,
         }

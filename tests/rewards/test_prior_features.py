@@ -186,21 +186,23 @@ def test_features_are_tried_where_there_are_some(data, tmp_path):
     """In a growing catalog the features are all that is known of a new item."""
     for side in ("item_features", "item_factors", "user_features", "user_factors"):
         with refused("missing_value", side):
-            fit_factors(data, FactorOptions(ranks=(2,), sweeps=2, **{side: True}))
+            fit_factors(data, FactorOptions(ranks=(2,), sweeps=2, **{side: 4 if side.endswith("factors") else True}))
     world = recpo.simulate(tmp_path / "world", world="living", users=300, items=600, events=9000, seed=0)
     features = FeatureColumns(available_from="available_from")
     tables = {"items": world.items, "users": world.users, "catalog": "items", "features": features}
     living = recpo.prepare(world.log, tmp_path / "prepared", **tables)
     model = fit_factors(living, FactorOptions(ranks=(4,), consumption=(0, 8)))
-    *found, with_users, by_table, by_items = model.facts["tried"]
+    *found, with_users, _, by_table, _, by_items = model.facts["tried"]
+    by_sides = model.facts["tried"][-4:]
     tried = {(one["consumption"], one["item_features"]): one["squared_error"] for one in found}
     assert list(tried) == [(0, False), (0, True), (8, False), (8, True)]
     assert not any(one["user_features"] for one in found)
     best = min(found, key=lambda one: one["squared_error"])
     assert with_users | {"squared_error": 0} == best | {"user_features": True, "squared_error": 0}
-    assert (by_table["rank"], by_table["item_features"], by_table["user_factors"]) == (0, True, True)
-    assert (by_items["rank"], by_items["item_features"], by_items["item_factors"]) == (0, True, True)
-    assert model.facts["chosen"] == min(best, with_users, by_table, by_items, key=lambda one: one["squared_error"])
+    assert (by_table["rank"], by_table["item_features"], by_table["user_factors"]) == (0, True, 32)
+    assert (by_items["rank"], by_items["item_features"], by_items["item_factors"]) == (0, True, 32)
+    assert [(one["user_factors"], one["item_factors"]) for one in by_sides] == [(8, 0), (32, 0), (0, 8), (0, 32)]
+    assert model.facts["chosen"] == min(best, with_users, *by_sides, key=lambda one: one["squared_error"])
     assert tried[0, True] < 0.97 * tried[0, False]
     assert model.facts["chosen"]["item_features"]
     # an item without events has the prior mean of its features, not that of all items
@@ -279,4 +281,4 @@ def test_what_is_wanted_of_kinds_of_items_is_found_where_no_item_tells_it(tmp_pa
     assert len(again.facts["tried"]) == 1
     torch.testing.assert_close(again.item_factors, model.item_factors)
     with refused("conflicting_options", "item_factors"):
-        FactorOptions(item_factors=True, user_factors=True)
+        FactorOptions(item_factors=8, user_factors=8)
