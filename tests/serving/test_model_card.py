@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import recpo
+from recpo.base.features import Category, FeatureSchema, Number
 from recpo.base.feedback import FeedbackDefinition
 from recpo.serving.export import MODEL_CARD, card_facts, evaluation_facts, model_card
 from recpo.serving.manifest import BundleManifest
@@ -74,6 +75,16 @@ def test_limits_follow_the_program():
     card = model_card(replace(MANIFEST, item_precision="int8", agreement={"overlap_10": 0.98765}), {})
     assert "Item vectors are int8: 0.988 of the 10 best items" in card
     assert "0.951 of the 10 best items are found" in model_card(replace(MANIFEST, index={"recall_10": 0.951}), {})
+
+
+def test_the_command_names_what_the_policy_reads_of_users_and_requests():
+    assert "_features" not in model_card(MANIFEST, {}).partition("## Serving")[2]
+    user = (Category("country", num_codes=4), Number("age", mean=30.0, std=9.0))
+    schema = FeatureSchema(user=user, context=(Category("surface", num_codes=3),))
+    said = model_card(replace(MANIFEST, features=schema), {}).partition("## Serving")[2]
+    assert "--out lists.parquet --user_features users.parquet --context requests.parquet" in said
+    assert "`users.parquet` has `user_id` and `country`, `age`, with nulls" in said
+    assert "`requests.parquet` has `user_id` and `surface`, with nulls" in said
 
 
 @pytest.mark.slow
