@@ -5,8 +5,7 @@ follow from the recognized columns and the counts. ``recpo.verbs.init`` writes t
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -18,14 +17,14 @@ import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import some_of
-from recpo.log.column_facts import ColumnFacts, bound_of, column_facts, plain_name, rank_as
+from recpo.log.column_facts import ColumnFacts
 from recpo.log.csv_files import CsvFormat
-from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
-from recpo.log.files import TableSample, sample_tables, together
-from recpo.log.recognition import Recognition, recognize
-from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, Columns, Derived, FlagColumn, LogColumns
+from recpo.log.feature_columns import FeatureColumns
+from recpo.log.files import TableSample, sample_tables
+from recpo.log.reading import LogReading
+from recpo.log.recognition import Recognition
+from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, FlagColumn, LogColumns
 from recpo.log.shaping import estimated_duration_exponent
-from recpo.log.usable import is_part, unread_texts, unread_time, usable_rows, used_columns
 
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 #: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
@@ -38,10 +37,6 @@ _MANY_ENDS: Final = 0.25
 _AT_THE_END: Final = 0.01  # of the duration, before its end or after
 _YEAR: Final = 365.0  # days
 _CENTURY: Final = 100 * _YEAR  # a log that spans it has numbers that are no times, which `prepare` refuses
-_LAST_DAY: Final = 47_482.0  # 2100-01-01
-_OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not available by a column of their table
-_MOSTLY_KNOWN: Final = 0.9  # of the ids of a log, at least, are in the table of them
-_NAMES_SHOWN: Final = 8
 _HELD_OUT_DAYS: Final = 0.2  # of the events, at most, where periods of more than a day are held out
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
@@ -98,7 +93,6 @@ class Inspection(Recognition):
         sample: the files of the log, and the inspected rows.
         facts: facts about the values of every column, by its name.
         counts: its size.
-        others: other named files that are not the log, with their columns.
         tables: "item" and "user" -> a file with one row for each.
         table_columns: columns of the tables that say how long an item is, and when it is available, and ids with other
             names than in the log. The sample has these durations beside the columns of the log.
@@ -111,7 +105,6 @@ class Inspection(Recognition):
     sample: TableSample = field(repr=False)
     facts: Mapping[str, ColumnFacts] = field(repr=False)
     counts: LogCounts
-    others: tuple[TableSample, ...] = field(repr=False, default=())
     tables: Mapping[str, str] = field(default_factory=dict)
     table_columns: FeatureColumns = field(default_factory=FeatureColumns)
     left_out: Mapping[str, Any] = field(default_factory=dict)
@@ -231,69 +224,25 @@ def inspect_log(
         RecpoError: a file cannot be read, or the log has no row.
     """
     named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
-    samples = sample_tables(list(named), csv)
-    facts = [{name: column_facts(name, one.table[name]) for name in one.table.column_names} for one in samples]
-    found = [
-        recognize(known.values(), columns, one.table, _keys(one, samples))
-        for known, one in zip(facts, samples, strict=True)
-    ]
-    best = max(range(len(found)), key=lambda number: _likeness(found[number], samples[number]))
-    sample, recognition = samples[best], found[best]
-    others = tuple(one for one in samples if one is not sample and not is_part(one, sample, recognition))
-    if len(others) + 1 < len(samples):
-        sample = together([sample, *(one for one in samples if is_part(one, sample, recognition))])
-        facts[best] = {name: column_facts(name, sample.table[name]) for name in sample.table.column_names}
-        recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, [sample, *others]))
-    text = unread_time(sample.table, recognition, facts[best]) if columns.time_unit != "none" else None
-    if text is not None:  # as if given, so that nothing else is said of the time
-        columns = replace(columns, timestamp=text)
-        recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, [sample, *others]))
-    asked, unread = unread_texts(sample.table, recognition, facts[best], text)
-    keyed = _tables(recognition, sample, others)
-    tables = {side: file for side, (file, _) in keyed.items()}
-    item, user = map(recognition.column, (LogColumns.ITEM_ID, LogColumns.USER_ID))
-    sample, left_out, questions, unusable = usable_rows(sample, recognition, facts[best], _event_days)
-    rows, length = _item_rows(sample, others, *keyed.get("item", ("", "")), str(item)), None
-    if recognition.column(LogColumns.WATCH_TIME) is not None and recognition.column(LogColumns.DURATION) is None:
-        length = _length_column(rows, sample, columns)
-    if length is not None:
-        sample = replace(sample, table=sample.table.append_column(length, rows[length]))
-        facts[best][length] = column_facts(length, rows[length])
-        recognition = recognize(facts[best].values(), columns, sample.table, _keys(sample, samples))
-    _validate_names(columns, sample)
-    if not sample.table.num_rows:
+    reading = LogReading.of(sample_tables(list(named), csv), columns)
+    reading.read_texts()
+    reading.leave_rows_out()
+    reading.read_tables()
+    _validate_names(columns, reading.sample)
+    if not reading.sample.table.num_rows:
         raise RecpoError(f"{', '.join(named)}: the log has no rows: name one with events", code="empty", field="log")
-    table_columns, doubts = _availability(rows, sample, recognition, facts[best])
-    doubts += [*unread, *unusable]
-    table_columns |= {f"{side}_id": key for side, (_, key) in keyed.items() if key not in (item, user)}
-    if length is not None:
-        table_columns |= {"duration": length, "duration_unit": recognition.columns.duration_unit or "s"}
-        doubts.append(f"`{length}` of the table of items is the duration of each event")
-    recognition = replace(
-        recognition,
-        questions=(*_unnamed(sample), *_repeated(sample, recognition), *recognition.questions, *asked, *questions),
-        doubts=(*recognition.doubts, *_doubts_of_files(sample, others, tables, recognition), *doubts),
+    reading.read_files()
+    found = vars(reading.found) | {"questions": tuple(reading.questions), "doubts": tuple(reading.doubts)}
+    return Inspection(
+        **found,
+        log=named,
+        sample=reading.sample,
+        facts=reading.facts,
+        counts=_counts(reading),
+        tables={side: str(table.files[0]) for side, (table, _) in reading.tables.items()},
+        table_columns=FeatureColumns(**reading.table_columns),
+        left_out=reading.left_out,
     )
-    about: dict[str, Any] = {"log": named, "sample": sample, "facts": facts[best], "others": others, "tables": tables}
-    about |= {"table_columns": FeatureColumns(**table_columns), "left_out": left_out}
-    return Inspection(**vars(recognition), **about, counts=_counts(sample, recognition, facts[best]))
-
-
-def _keys(log: TableSample, samples: Sequence[TableSample]) -> set[str]:
-    """Columns of a log that occur again in it, and of which another file has one row for each value."""
-    names, others = set(log.table.column_names), [one for one in samples if one is not log]
-    keys = {name for one in others for name in names & set(one.table.column_names) if _is_key(one, name)}
-    return {name for name in keys if not _is_key(log, name)}
-
-
-def _is_key(one: TableSample, name: str) -> bool:
-    return bool(pc.count_distinct(one.table[name]).as_py() == one.table.num_rows > 0)
-
-
-def _likeness(found: Recognition, sample: TableSample) -> tuple[int, int, int]:
-    """How similar a table is to a log: number of required columns, then of all columns, then of rows."""
-    required = sum(found.column(role) is not None for role in LogColumns.REQUIRED)
-    return required, len(found.findings) + len(found.behaviors) + 3 * (found.preset != "plain"), sample.rows
 
 
 def _validate_names(given: Columns, sample: TableSample) -> None:
@@ -306,149 +255,9 @@ def _validate_names(given: Columns, sample: TableSample) -> None:
             )
 
 
-def _unnamed(sample: TableSample) -> list[str]:
-    if sample.form.names is None or "column_1" not in sample.form.names:
-        return []
-    shown = some_of([str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values()])
-    return [
-        f"the first line has no names ({shown}): name its {len(sample.form.names)} columns in order, with "
-        "--csv.names '[user_id, item_id, ...]'"
-    ]
-
-
-def _repeated(sample: TableSample, found: Recognition) -> list[str]:
-    names, files = sample.repeated & {*used_columns(found)}, ", ".join(file.name for file in sample.files[:3])
-    return [f"several columns of {files} are called `{name}`: rename or remove all but one" for name in sorted(names)]
-
-
-def _tables(found: Recognition, sample: TableSample, others: Sequence[TableSample]) -> dict[str, tuple[str, str]]:
-    """Files with one row per item or user, and their columns of ids; of several, the one with most preset features."""
-    tables = {}
-    item, user = found.column(LogColumns.ITEM_ID), found.column(LogColumns.USER_ID)
-    for side, own, other in (("item", item, user), ("user", user, item)):
-        features = PRESET_FEATURES[found.preset].of("item" if side == "item" else "user") or ()
-        columns, role = {feature.source for feature in features}, f"{side}_id"
-        suiting = [
-            (len(columns & set(one.table.column_names)), str(one.files[0]), key)
-            for one in others
-            if own is not None and other not in one.table.column_names and one.table.num_columns + len(one.lists) > 1
-            if (key := _key_column(one, own, sample.table[own], role)) is not None
-        ]
-        if suiting:
-            tables[side] = max(suiting, key=lambda three: three[0])[1:]
-    return tables
-
-
-def _key_column(one: TableSample, own: str, values: pa.ChunkedArray, role: str) -> str | None:
-    """The column of ids of a table: the one that is called as in the log, or as ids are, with the values of the log."""
-    if own in one.table.column_names:
-        return own if _is_key(one, own) else None
-    known = values.unique()
-    for name in one.table.column_names:
-        if (plain_name(name) == "id" or rank_as(role, name) is not None) and _is_key(one, name):
-            with suppress(pa.ArrowException):  # ids of another type
-                found = pc.is_in(known, value_set=one.table[name].combine_chunks().cast(known.type))
-                if pc.mean(found).as_py() >= _MOSTLY_KNOWN:
-                    return name
-    return None
-
-
-def _item_rows(sample: TableSample, others: Sequence[TableSample], file: str, key: str, item: str) -> pa.Table:
-    """The row of the table of items for each inspected event; without columns if there is no such table."""
-    items = next((one.table for one in others if str(one.files[0]) == file), None)
-    if items is None:
-        return pa.table({})
-    try:
-        ids = items[key].cast(sample.table[item].type).combine_chunks()
-    except pa.ArrowException:  # `prepare` refuses ids of another type
-        return pa.table({})
-    return items.take(pc.index_in(sample.table[item], value_set=ids))
-
-
-def _length_column(rows: pa.Table, sample: TableSample, given: Columns) -> str | None:
-    """The column of the table of items that the user named as the duration, or else is called so."""
-    free = [name for name in rows.column_names if name not in sample.table.column_names]
-    if given.duration in free:
-        return given.duration
-    ranked = [(rank_as(LogColumns.DURATION, name), name) for name in free if column_facts(name, rows[name]).is_number]
-    return min(((rank, name) for rank, name in ranked if rank is not None), default=(0, None))[1]
-
-
-def _availability(
-    rows: pa.Table, sample: TableSample, found: Recognition, facts: Mapping[str, ColumnFacts]
-) -> tuple[dict[str, Any], list[str]]:
-    """The columns of the table of items that say when an item is available, and what to check.
-
-    Args:
-        rows: the row of the table for each inspected event.
-        sample: the inspected events.
-        found: the columns of the log.
-        facts: facts about them.
-    """
-    chosen, doubts = dict[str, Any](), list[str]()
-    shown = _event_days(sample.table, found, facts)
-    named = {name: bound for name in rows.column_names if (bound := bound_of(name)) is not None}
-    for name, bound in {} if shown is None else named.items():
-        own = column_facts(name, rows[name])
-        unit = own.clock_units[0] if len(own.clock_units) == 1 else None
-        is_time = own.kind == "time" or own.dated == 1.0 or unit is not None
-        limits = _days(rows[name], own, unit) if is_time else None
-        if limits is None or bound in chosen or (unit and unit != chosen.get("available_unit", unit)):
-            continue
-        outside = np.mean(shown < np.floor(limits) if bound == Derived.AVAILABLE_FROM else shown >= limits + 1)
-        if ((limits < _YEAR) | (limits >= _LAST_DAY)).any():
-            doubts.append(f"`{name}` is not read, as it has times outside of 1971 to 2099: write nulls for no limit")
-        elif outside > _OUTSIDE:
-            doubts.append(
-                f"`{name}` is not read as {bound} of the items: {outside:.0%} of the events are at other times"
-            )
-        else:
-            chosen |= {bound: name} | ({} if unit is None else {"available_unit": unit})
-            doubts.append(f"`{name}` of the table of items is their {bound}: lists have no item at other times")
-    return chosen, doubts
-
-
-def _not_read(one: TableSample, found: Recognition) -> str:
-    """Why a file is neither the log nor one of its tables."""
-    names, files = one.table.column_names, ", ".join(map(str, one.files))
-    ids = [name for role in (LogColumns.ITEM_ID, LogColumns.USER_ID) if (name := found.column(role)) is not None]
-    keys = [name for name in ids if name in names]
-    if not keys:
-        wanted = " or ".join(f"`{name}`" for name in ids)
-        return f"{files}: not read, as no column is {wanted} ({', '.join(names[:_NAMES_SHOWN])})"
-    if len(keys) == 1 and (again := one.table.num_rows - pc.count_distinct(one.table[keys[0]]).as_py()):
-        return (
-            f"{files}: not read, as {again:,} rows have the `{keys[0]}` of an earlier row: a table has one row for each"
-        )
-    lacking = ", ".join(f"`{name}`" for name in used_columns(found) if name not in names)
-    why = f"it lacks {lacking}" if lacking else "it has another delimiter, or a column that recpo would look for in all"
-    return f"{files}: other columns than the log, not read ({one.rows:,} rows), as {why}"
-
-
-def _doubts_of_files(
-    sample: TableSample, others: Sequence[TableSample], tables: Mapping[str, str], found: Recognition
-) -> list[str]:
-    doubts = []
-    if len(sample.files) > 1:
-        names = ", ".join(file.name for file in sample.files[:5])
-        extra = ", ".join(f"`{name}`" for name in sample.partial)
-        also = f"; not all of them have {extra}, which is not read" if extra else ""
-        doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}{also}")
-    doubts += [_not_read(one, found) for one in others if not {*map(str, one.files)} & {*tables.values()}]
-    if sample.nested:
-        doubts.append(
-            f"{', '.join(f'`{name}`' for name in sample.nested)}: nested columns are not read; write their fields as "
-            "columns of their own, for example user.id as user_id"
-        )
-    if sample.skipped:
-        doubts.append(f"{sample.skipped:,} rows have another number of values: recpo prepare will refuse them")
-    if not sample.is_whole:
-        doubts.append(f"{sample.table.num_rows:,} of about {sample.rows:,} rows were looked at")
-    return doubts
-
-
-def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnFacts]) -> LogCounts:
+def _counts(reading: LogReading) -> LogCounts:
     """The size of a log, from the inspected rows."""
+    sample, found = reading.sample, reading.found
     user, item, request = map(found.column, LogColumns.IDS)
     table, rows = sample.table, sample.table.num_rows
     if user is None or item is None:
@@ -457,12 +266,9 @@ def _counts(sample: TableSample, found: Recognition, facts: Mapping[str, ColumnF
     requests = rows
     if request is not None:
         requests = table.group_by([user, request]).aggregate([]).num_rows
-    days = _event_days(table, found, facts)
-    moments = (
-        None
-        if days is None
-        else _Moments.of(days, added=float(facts[str(found.column(LogColumns.TIMESTAMP))].kind == "text"))
-    )
+    time, days = found.column(LogColumns.TIMESTAMP), reading.days
+    is_text = time is not None and reading.facts[time].kind == "text"
+    moments = None if days is None else _Moments.of(days, added=float(is_text))
     return LogCounts(
         events=sample.rows,
         users=len(per_user),
@@ -495,35 +301,6 @@ class _Moments(NamedTuple):
         span, day = float(known.max() - known.min()), np.floor(known).astype(np.int64)
         by_day = np.bincount(day.max() - day) if span < _CENTURY else np.zeros(0, np.int64)
         return cls(span + added, tuple(by_day.tolist()))
-
-
-def _event_days(table: pa.Table, found: Recognition, facts: Mapping[str, ColumnFacts]) -> np.ndarray | None:
-    """When the inspected events happened, in days since 1970, nan = unknown; None if the log has no clock."""
-    column = found.column(LogColumns.TIMESTAMP)
-    return (
-        None
-        if column is None or not found.columns.has_clock
-        else _days(table[column], facts[column], found.columns.time_unit)
-    )
-
-
-def _days(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np.ndarray | None:
-    """Times in days since 1970, texts without their time of day, nan = unknown; None = these are no times."""
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    factor = 1.0
-    if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
-        values, factor = values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()), 1 / MILLISECONDS_PER_DAY
-    elif facts.is_number:
-        if unit is None:
-            return None
-        factor = MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY
-    else:
-        try:
-            values = pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10).cast(pa.date32()).cast(pa.int32())
-        except pa.ArrowInvalid:
-            return None
-    return pc.multiply(values.cast(pa.float64(), safe=False), factor).to_numpy()
 
 
 def _label_of_values(flag: FlagColumn) -> Choice:
