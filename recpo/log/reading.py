@@ -117,7 +117,7 @@ class LogReading:
     def read_texts(self) -> None:
         """Asks for the time if it is text of another form, and doubts numbers with decimal commas."""
         time = self._unread_time() if self.given.time_unit != "none" else None
-        if time is not None:  # as if given, so that nothing else is said of the time
+        if time is not None:  # as if given, so that nothing else is added about the time
             self.given = replace(self.given, timestamp=time)
             self._recognize()
             shown = f"timestamp: `{time}` ({', '.join(self.facts[time].examples)}) has no times that recpo reads"
