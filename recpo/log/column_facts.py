@@ -311,7 +311,7 @@ _NO_ITEMS: Final = frozenset(
 _OF_OTHERS: Final = frozenset({"avg", "average", "mean", "median", "content", "age", "predicted", "imdb", "critic"})
 
 #: Names of labels that are the model's as often: they count where nothing says what users did.
-MODEL_SCORES: Final = ("score", "relevance", "target", "weight")
+MODEL_SCORES: Final = ("score", "relevance", "target", "weight", "points")
 
 #: Words of the time of an event, where another column says when it ended or was received.
 BEGINS: Final = frozenset({"start", "started", "begin", "began", "sent", "event", "created", "shown", "occurred"})

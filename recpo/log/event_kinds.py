@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from recpo.log.column_facts import OF_TIMES, plain_name, words
+from recpo.log.schema import FlagColumn
 
 #: What users do with items: name of the behavior -> names of flag columns.
 _CONVERSIONS: Final = ("conversion", "converted")
@@ -54,9 +55,11 @@ EVENT_KINDS: Final = (
 
 #: Kinds of events that only say what was offered; compared without case, spaces and separators.
 _OFFERS: Final = frozenset(
-    {"impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed", "sent", "delivered"}
-    | {"served", "received", "offered", "offer", "seen"}
+    {"impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed", "sent", "served"}
+    | {"offered", "offer", "seen"}
 )
+#: Kinds of events that only say what was offered, unless it is what was bought.
+_DELIVERIES: Final = frozenset({"delivered", "received"})
 #: Kinds of events that say that an offer was not taken.
 _DECLINES: Final = frozenset(
     {"pass", "passed", "skip", "skipped", "reject", "rejected", "decline", "declined", "ignore", "ignored", "dismiss"}
@@ -153,6 +156,8 @@ def offers(texts: Sequence[str]) -> tuple[str, ...]:
     """
     kinds = {text: _event_kind(text) for text in texts}
     followed = {kind for kind in kinds.values() if kind in BEHAVIORS}
+    delivery = None if "purchase" in followed else "offer"
+    kinds = {text: delivery if kind == "delivery" else kind for text, kind in kinds.items()}
     views = ["view"] if followed else []
     offered = next((one for one in ("offer", *views) if one in kinds.values()), "click" if len(followed) > 1 else None)
     found = {text for text, kind in kinds.items() if kind in (offered, "decline") and kind is not None}
@@ -172,7 +177,7 @@ def are_kinds(texts: Sequence[str]) -> bool:
 
 
 def _event_kind(text: str) -> str | None:
-    """What a kind of event says: a behavior, undone, dislike, offer, view or decline; None = nothing that is known.
+    """What a kind of event says: a behavior, undone, dislike, offer, view, decline or delivery; None = nothing known.
 
     It may be one word among others, as in ``ad_view`` or ``contact_seller``.
     """
@@ -180,6 +185,7 @@ def _event_kind(text: str) -> str | None:
     if plain.startswith(_UNDONE):
         return "undone"
     named = {"dislike": _DISLIKES | _REPORTS, "offer": _OFFERS, "view": _VIEWS, "decline": _DECLINES}
+    named["delivery"] = _DELIVERIES
     for one in (text, plain.removesuffix("s"), *words(text)):
         if (behavior := behavior_of(one)) is not None:
             return behavior
@@ -211,3 +217,13 @@ def true_texts(texts: Sequence[str]) -> tuple[str, ...]:
 def _plain(text: str) -> str:
     """A text without case, spaces, separators, and the colors of emoji."""
     return "".join(letter for letter in text.lower() if letter.isalnum() or letter in "👍👎❤")
+
+
+def flag_of(column: str, texts: tuple[str, ...]) -> FlagColumn:
+    """The flag that is true for these texts of a column."""
+    return FlagColumn(column, texts[0] if len(texts) == 1 else texts)
+
+
+def either(texts: Sequence[str]) -> str:
+    """The texts for people: ``'up' or 'down'``."""
+    return " or ".join(f"'{text}'" for text in texts)

@@ -220,7 +220,7 @@ class _Recognizer:
         for role in (*self.given.required, *LogColumns.OPTIONAL):
             suiting = [name for name, one in self.facts.items() if self._is_free(name) and _suits(one, role)]
             if role == LogColumns.LABEL:
-                suiting = [name for name in suiting if self.facts[name].distinct > 1]
+                suiting = [name for name in suiting if self.facts[name].distinct > 1 and not self._is_earned(name)]
             ranked = [(rank, name) for name in suiting if (rank := rank_as(role, name)) is not None]
             if role not in self.columns and ranked:
                 self._set(role, min(ranked)[1], "by its name")
@@ -266,7 +266,7 @@ class _Recognizer:
             stated = opinions(column, texts) or Opinions((), (), False)
             by_role = {LogColumns.DISLIKE: stated.dislikes, LogColumns.LABEL: stated.likes}
             if meant := true_texts(texts) or by_role.get(role, ()):
-                self.columns[role] = _flag_of(column, meant)
+                self.columns[role] = event_kinds.flag_of(column, meant)
 
     def _add_opinions(self) -> list[str]:
         """Adds the dislikes, labels and behaviors that columns of texts state; returns doubts."""
@@ -285,14 +285,14 @@ class _Recognizer:
                 continue
             read = []
             if stated.dislikes and LogColumns.DISLIKE not in self.columns:
-                self._set(LogColumns.DISLIKE, _flag_of(name, stated.dislikes), "by its values")
-                read.append(f"{_or(stated.dislikes)} is read as a dislike")
+                self._set(LogColumns.DISLIKE, event_kinds.flag_of(name, stated.dislikes), "by its values")
+                read.append(f"{event_kinds.either(stated.dislikes)} is read as a dislike")
             if stated.likes and not {LogColumns.WATCH_TIME, LogColumns.LABEL} & self.columns.keys():
-                self._set(LogColumns.LABEL, _flag_of(name, stated.likes), "by its values")
-                read.append(f"{_or(stated.likes)} is read as a like")
+                self._set(LogColumns.LABEL, event_kinds.flag_of(name, stated.likes), "by its values")
+                read.append(f"{event_kinds.either(stated.likes)} is read as a like")
             elif stated.likes and "like" not in self.behaviors:
-                self.behaviors["like"] = _flag_of(name, stated.likes)
-                read.append(f"{_or(stated.likes)} is read as the behavior like")
+                self.behaviors["like"] = event_kinds.flag_of(name, stated.likes)
+                read.append(f"{event_kinds.either(stated.likes)} is read as the behavior like")
             doubts += [f"`{name}`: {' and '.join(read)}, other values as neither"] if read else []
         return doubts
 
@@ -429,7 +429,7 @@ class _Recognizer:
             elif facts.kind == "flag":
                 self.behaviors[behavior] = name
             elif texts := true_texts(facts.texts):
-                self.behaviors[behavior] = _flag_of(name, texts)
+                self.behaviors[behavior] = event_kinds.flag_of(name, texts)
 
     def _unused(self) -> list[ColumnFacts]:
         """The columns that have no role and are no behavior."""
@@ -456,7 +456,7 @@ class _Recognizer:
         self._set(LogColumns.LABEL, label, "by its name, as no other column says how good every event was")
         disliked = event_kinds.dislikes_among(self.facts[name].texts) if isinstance(label, FlagColumn) else ()
         if disliked and LogColumns.DISLIKE not in self.columns:
-            self._set(LogColumns.DISLIKE, _flag_of(name, disliked), "by its values")
+            self._set(LogColumns.DISLIKE, event_kinds.flag_of(name, disliked), "by its values")
         doubt = (
             f"`{name}` is the label, so {unwanted} count as exposures that the user did not want; if they are "
             "something else, remove it from prepare.yaml and choose label EveryEvent"
@@ -467,17 +467,23 @@ class _Recognizer:
             return [doubt]
         return [f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)", doubt]
 
+    def _label_by_name(self) -> str | None:
+        """The column of the label if its name alone says so; None = there is none, or more says so."""
+        return self._name(LogColumns.LABEL) if self.how.get(LogColumns.LABEL) == "by its name" else None
+
     def _rarely_rated(self) -> str | None:
-        """The column of the label, if it was found by its name and most events have none; None = it is another one."""
-        name = self._name(LogColumns.LABEL)
-        is_found = name is not None and self.how[LogColumns.LABEL] == "by its name"
-        return name if is_found and 2 * self.facts[str(name)].nulls > self.facts[str(name)].rows else None
+        """A label by its name that most events do not have; None = it is another one."""
+        name = self._label_by_name()
+        return name if name is not None and 2 * self.facts[name].nulls > self.facts[name].rows else None
 
     def _model_score(self) -> str | None:
-        """The column of the label, if it was found by a name that models' scores have too; None = it is another one."""
-        name = self._name(LogColumns.LABEL)
-        is_found = name is not None and self.how[LogColumns.LABEL] == "by its name"
-        return name if is_found and plain_name(str(name)) in column_facts.MODEL_SCORES else None
+        """A label by a name that models' scores have too; None = it is another one."""
+        name = self._label_by_name()
+        return name if name is not None and plain_name(name) in column_facts.MODEL_SCORES else None
+
+    def _is_earned(self, name: str) -> bool:
+        """Whether a column has points that people earn: as a rating they are at most 100."""
+        return plain_name(name) == "points" and (self.facts[name].most or 0.0) > 100
 
     def _behaviors_as_labels(self) -> Iterator[tuple[str | FlagColumn, str]]:
         """The behavior whose flag has both values, often enough if it is a conversion: its column, and other events."""
@@ -507,8 +513,10 @@ class _Recognizer:
             offered = event_kinds.offers(facts.texts) if self._is_free(name) and self._are_kinds(name) else ()
             if offered and len(offered) < len(facts.texts):
                 grades = event_kinds.outcome_grades(facts.texts)
-                kinds = FlagColumn(name, grades) if min(grades.values()) < 1.0 else _flag_of(name, tuple(grades))
-                yield kinds, f"events of {_or(offered)}"
+                kinds = (
+                    FlagColumn(name, grades) if min(grades.values()) < 1.0 else event_kinds.flag_of(name, tuple(grades))
+                )
+                yield kinds, f"events of {event_kinds.either(offered)}"
 
     def _are_kinds(self, name: str) -> bool:
         """Whether a column says what kind of event a row is, by its name or by its texts."""
@@ -568,14 +576,6 @@ class _Recognizer:
             "open, but it cannot be aligned with what they like; "
             + (f"other numbers: {shown}: {remedy}" if shown else "the log has no other number that could say it")
         ]
-
-
-def _flag_of(column: str, texts: tuple[str, ...]) -> FlagColumn:
-    return FlagColumn(column, texts[0] if len(texts) == 1 else texts)
-
-
-def _or(texts: Sequence[str]) -> str:
-    return " or ".join(f"'{text}'" for text in texts)
 
 
 def _suits(facts: ColumnFacts, role: str) -> bool:

@@ -78,6 +78,7 @@ def test_names_in_every_spelling(role, names):
         (["view", "add_to_cart", "remove_from_cart"], ["view", "remove_from_cart"], {"add_to_cart": 1.0}),
         (["click", "view"], ["view"], {"click": 1.0}),
         (["seen", "applied"], ["seen"], {"applied": 1.0}),
+        (["push_delivered", "push_opened"], ["push_delivered"], {"push_opened": 1.0}),
     ],
 )
 def test_kinds_of_events_by_their_texts(texts, offered, grades):
@@ -93,7 +94,14 @@ def test_kinds_of_events_by_their_texts(texts, offered, grades):
 
 
 def test_texts_that_are_no_kinds_of_events():
-    for texts in (["red", "blue"], ["like", "dislike"], ["view", "blue"], ["mobile", "desktop"], ["view"]):
+    for texts in (
+        ["red", "blue"],
+        ["like", "dislike"],
+        ["view", "blue"],
+        ["mobile", "desktop"],
+        ["view"],
+        ["ordered", "delivered"],
+    ):
         assert not are_kinds(texts), texts
 
 
@@ -110,6 +118,8 @@ def test_the_score_of_a_model_and_what_does_not_differ_are_no_labels():
     assert recognize(facts(**BASE, **score)).columns.label == "clicked"
     assert recognize(facts(**BASE, score=score["score"])).columns.label == "score"
     assert recognize(facts(**BASE, rating=[5] * 40)).columns.label is None
+    assert recognize(facts(**BASE, points=spread(80, 100))).columns.label == "points"
+    assert recognize(facts(**BASE, points=spread(80, 400))).columns.label is None
 
 
 def test_the_time_of_an_event_is_the_one_that_all_have_or_that_says_when_it_began():
