@@ -57,7 +57,8 @@ def _whole(column: ir.Value) -> ir.Value:
     """Ids that missing values made floating-point numbers, as integers; null if they are none, or not exact."""
     if not column.type().is_floating():
         return column
-    is_exact = (column == column.floor()) & (column.abs() < 2.0**53) & ~column.isnan()
+    # not floor(), which is an integer: nan and large numbers have none
+    is_exact = (column % 1.0 == 0) & (column.abs() < 2.0**53) & ~column.isnan()
     return ibis.ifelse(is_exact, column, ibis.null("float64")).cast("int64")
 
 

@@ -95,7 +95,7 @@ REPEATED = {
 #: one of every kind of column, and the values with which a log is prepared
 READ = {
     "user_id": "text, empty text, long text, large text, unicode, negative, zero, huge, huge unsigned, smallest, int8, "
-    "category, number category",
+    "half, category, number category",
     "watch_time": "nan, infinite, minus infinite, negative, zero, huge, huge unsigned, smallest, huge float, "
     "tiny float, half, int8, half null, number category, decimal",
     "dislike": "nan, zero, half, int8, bool, half null",
