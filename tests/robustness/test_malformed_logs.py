@@ -103,7 +103,7 @@ READ = {
     "label": "nan, infinite, negative, huge, bool, decimal",
     "propensity": "nan, infinite, negative, huge, decimal",
     "is_random": "nan, bool",
-    "request_id": "text, negative, huge",
+    "request_id": "text, nan, infinite, negative, huge",
 }
 READ = {column: names.split(", ") for column, names in READ.items()}
 OPTIONAL = ("label", "propensity", "is_random", "request_id")
