@@ -23,6 +23,7 @@ from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report.parts import TESTED, decision_report
+from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.csv_files import CsvFormat
 from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
@@ -305,6 +306,8 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
         shared["baseline_options"] = final.baseline_options
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
         data, ks = final.data, [final.k]
+        if not propensity_share(data, "test"):  # or the report would advise an option of evaluate
+            how["off_policy"] = None
         final.step(Evaluate(data, [place_of(final.root, name) for name in names], out=out, ks=ks, **how, **shared))
         final.step(Export(place_of(final.root, choice.name), out=bundle, prepared=data, evaluation=out, **shared))
 

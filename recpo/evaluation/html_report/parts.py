@@ -358,9 +358,10 @@ def leaderboard_table(facts: Mapping[str, Any]) -> Table:
     head += ["estimated reward"] * has_rewards
     head += [f"{name}, test" for name in tested]
     said = (
-        "± half of the 95 % interval; lost = behind the best beyond doubt; such policies are not evaluated on the test "
-        "period, unless they ship; temperature: of the target of MPO, and of tilting. It is a choice: no criterion of "
-        "a log finds the best one in every world. A smaller one follows the reward model, a larger one the log"
+        "± half of the 95 % interval; lost = behind the best beyond doubt (one-sided, 5 %); such policies are not "
+        "evaluated on the test period, unless they ship; temperature: of the target of MPO, and of tilting. It is a "
+        "choice: no criterion of a log finds the best one in every world. A smaller one follows the reward model, a "
+        "larger one the log"
     )
     if has_rewards:
         said += "; estimated reward: of the lists, from the exposures of the validation period and their propensities"
