@@ -341,28 +341,9 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     LogColumns.TIMESTAMP: (
         *("timestamp", "ts", "time", "eventtime", "eventtimestamp", "datetime", "unixtime", "unixreviewtime"),
         *("reviewtime", "createdat", "created", "showtime", "clicktime", "ratedat", "viewedat", "playedat"),
-        *(
-            "watchedat",
-            "startedat",
-            "listenedat",
-            "purchasedat",
-            "orderedat",
-            "date",
-            "eventdate",
-            "eventts",
-            "eventat",
-        ),
-        *(
-            "showntime",
-            "shownts",
-            "shownat",
-            "actiontime",
-            "actionts",
-            "actionat",
-            "sentat",
-            "sessionstart",
-            "entertime",
-        ),
+        *("watchedat", "startedat", "listenedat", "purchasedat", "orderedat", "date", "eventdate", "eventts"),
+        *("eventat", "showntime", "shownts", "shownat", "actiontime", "actionts", "actionat", "sentat"),
+        *("sessionstart", "entertime"),
         *("position", "pos", "order", "seq", "step"),
     ),
     LogColumns.WATCH_TIME: (
@@ -409,21 +390,10 @@ _BOUNDS: Final = {
     ),
     Derived.AVAILABLE_UNTIL: frozenset(
         {"availableuntil", "availableto", "validuntil", "validto", "validthrough", "expires", "expire", "expired"}
-        | {
-            "expiry",
-            "expiration",
-            "closed",
-            "closes",
-            "closing",
-            "close",
-            "ended",
-            "ends",
-            "end",
-            "removed",
-            "delisted",
-        }
-        | {"unlisted", "deadline", "applicationdeadline", "sold", "deleted", "withdrawn", "retired", "archived"}
-        | {"discontinued", "deactivated", "offlinesince", "bookinguntil", "onlineuntil", "saleend", "salesend"}
+        | {"expiry", "expiration", "closed", "closes", "closing", "close", "ended", "ends", "end", "removed"}
+        | {"delisted", "unlisted", "deadline", "applicationdeadline", "sold", "deleted", "withdrawn", "retired"}
+        | {"archived", "discontinued", "deactivated", "offlinesince", "bookinguntil", "onlineuntil", "saleend"}
+        | {"salesend"}
     ),
 }
 #: Words for times, which may follow these.

@@ -38,19 +38,8 @@ ENOUGH_CONVERSIONS: Final = 1_000
 
 #: Columns that state the kind of event of a row.
 EVENT_KINDS: Final = (
-    *(
-        "event",
-        "eventtype",
-        "eventname",
-        "action",
-        "actiontype",
-        "behavior",
-        "behaviortype",
-        "type",
-        "kind",
-        "eventkind",
-    ),
-    *("interaction", "interactiontype", "activity", "activitytype"),
+    *("event", "eventtype", "eventname", "eventkind", "action", "actiontype", "behavior", "behaviortype"),
+    *("type", "kind", "interaction", "interactiontype", "activity", "activitytype"),
 )
 
 #: Kinds of events that only say what was offered; compared without case, spaces and separators.
@@ -102,19 +91,24 @@ _DISLIKES: Final = frozenset(
 )
 #: words that state one only in a column that is called so: elsewhere "up" may be a direction
 _UPS: Final = frozenset({"up", "positive", "pos", "good"})
-_DOWNS: Final = frozenset(
-    {"down", "negative", "neg", "bad", "hide", "hidden", "block", "blocked", "report", "reported"}
-)
-_REPORTS: Final = frozenset(
-    {"report", "reported", "block", "blocked", "hide", "hidden", "spam", "complaint"}
-    | {"disable", "disabled", "mute", "muted", "optout"}
-)
+_REPORTS: Final = frozenset({"hide", "hidden", "block", "blocked", "report", "reported"})
+_DOWNS: Final = frozenset({"down", "negative", "neg", "bad"}) | _REPORTS
 _NEITHER: Final = frozenset(
     {"", "none", "null", "nan", "na", "neutral", "nothing", "unknown", "nofeedback", "noreaction"}
 )
 _NAMES: Final = frozenset(
     {"thumb", "thumbs", "feedback", "reaction", "vote", "rating", "sentiment", "opinion", "like", "dislike", "verdict"}
 )
+
+
+#: What kinds of events say that are no behavior -> words for it.
+_OTHER_KINDS: Final = {
+    "dislike": _DISLIKES | _REPORTS | {"spam", "complaint", "disable", "disabled", "mute", "muted", "optout"},
+    "offer": _OFFERS,
+    "view": _VIEWS,
+    "decline": _DECLINES,
+    "delivery": _DELIVERIES,
+}
 
 
 class Opinions(NamedTuple):
@@ -184,12 +178,10 @@ def _event_kind(text: str) -> str | None:
     plain = _plain(text)
     if plain.startswith(_UNDONE):
         return "undone"
-    named = {"dislike": _DISLIKES | _REPORTS, "offer": _OFFERS, "view": _VIEWS, "decline": _DECLINES}
-    named["delivery"] = _DELIVERIES
     for one in (text, plain.removesuffix("s"), *words(text)):
         if (behavior := behavior_of(one)) is not None:
             return behavior
-        if kind := next((kind for kind, names in named.items() if _plain(one) in names), None):
+        if kind := next((kind for kind, names in _OTHER_KINDS.items() if _plain(one) in names), None):
             return kind
     return None
 

@@ -265,8 +265,6 @@ def duration_power(events: ir.Table, base: float) -> ir.FloatingColumn:
     return seconds.ln() / ibis.literal(base, type=dt.float64).ln()
 
 
-AVAILABLE_FROM, AVAILABLE_UNTIL = AVAILABILITY
-
 CatalogScope = Literal["train", "log", "items"]
 """Which items to keep: those of the train period, of the whole log, or of the train period and the item table."""
 
@@ -396,11 +394,11 @@ def availability(items: ir.Table, events: ir.Table, given: ir.Table | None, idle
     joined = joined.left_join(shown, Derived.ITEM_INDEX)
     settled = {
         name: ibis.ifelse(is_wrong(joined[name], joined[bound]).fill_null(False), joined[bound], joined[name])
-        for name, is_wrong, bound in ((AVAILABLE_FROM, gt, "first"), (AVAILABLE_UNTIL, lt, "end"))
+        for name, is_wrong, bound in ((Derived.AVAILABLE_FROM, gt, "first"), (Derived.AVAILABLE_UNTIL, lt, "end"))
         if name in named
     }
-    if idle_days and AVAILABLE_UNTIL not in named:
-        settled[AVAILABLE_UNTIL] = joined["last"] + round(idle_days * MILLISECONDS_PER_DAY)
+    if idle_days and Derived.AVAILABLE_UNTIL not in named:
+        settled[Derived.AVAILABLE_UNTIL] = joined["last"] + round(idle_days * MILLISECONDS_PER_DAY)
     return joined.select(Derived.ITEM_INDEX, **settled)
 
 

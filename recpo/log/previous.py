@@ -69,7 +69,7 @@ def kept_preparation(data: Prepared, asked: Preparation) -> KeptPreparation:
         label=_made(config["label"], shaping, asked.label),
         feedback=FeedbackRule(**config["feedback"]),
         strict=asked.strict,
-        skip_incomplete=asked.skip_incomplete or config.get("skip_incomplete", False),
+        skip_incomplete=asked.skip_incomplete or config["skip_incomplete"],
         begin=asked.begin,
         end=asked.end,
         csv=asked.csv,

@@ -228,10 +228,9 @@ def fit_items(
 
 def _given(users: Prior, items: Prior, of_table: TableSide | None) -> tuple[Prior, Prior]:
     """The priors of users and items, of which one may have the factors of its table."""
-    users, items = (
-        factors_by_table(prior) if of_table == side else prior for side, prior in (("user", users), ("item", items))
-    )
-    return users, items
+    if of_table == "user":
+        return factors_by_table(users), items
+    return users, factors_by_table(items) if of_table == "item" else items
 
 
 def factors_by_table(prior: Prior) -> Prior:

@@ -52,8 +52,6 @@ PLAN: Final = "plan.json"
 PREPARE: Final = "prepare.yaml"  # beside the prepared data: the options that made them
 #: What ships, made again on the events of the validation period too; it has the same directories.
 FINAL: Final = "final"
-#: How often an item was liked; without grades, that is its popularity.
-_LIKED: Final[tuple[Baseline, ...]] = ("positives",)
 #: The baseline that tilts policies where there are no grades.
 RULES: Final = "sequential_rules"
 #: The same where lists may repeat items.
@@ -237,13 +235,13 @@ class Road:
     @cached_property
     def baselines(self) -> list[Baseline]:
         """The baselines that a team would use and a bundle can serve."""
-        found: list[Baseline] = ["popularity", *_LIKED * self.graded, "item_rate", RULES, "implicit_als"]
+        found: list[Baseline] = ["popularity", "item_rate", RULES, "implicit_als"]
         found += [PERSONAL] if self.data.repeats else []
         ease, items = EaseOptions(), self.data.num_items
         seconds = ease.operations(items) / _EASE_RATE
         fits = items <= ease.max_items and 2 * ease.memory(items) <= _memory()  # one half is for the rest
         found += ["ease"] if fits and seconds <= _EASE_SHARE * 60 * self.options.minutes else []
-        return [*found, "factorization"] if self.graded else found
+        return [*found, "positives", "factorization"] if self.graded else found
 
     @property
     def named(self) -> list[Baseline]:

@@ -159,7 +159,7 @@ def _prepare_text(found: Inspection, out: Path) -> str:
     lines.append(_class_entry("split", found.split))
     if found.left_out:
         lines.append("\n# Rows without a user, item or time, and rows of wrong clocks, are left out and counted.")
-    lines += [f"{name}: {_yaml(value)}" for name, value in found.left_out.items()]
+        lines += [f"{name}: {_yaml(value)}" for name, value in found.left_out.items()]
     if "behaviors" in options:
         lines.append(f"\nbehaviors: {_yaml(options['behaviors'])}")
     for side, file in found.tables.items():
