@@ -42,10 +42,13 @@ from rich.table import Table
 
 import recpo
 from recpo.evaluation import Z95
+from recpo.log.prepared import Prepared
 from recpo.verbs.fit import Decision
+from recpo.verbs.fit_road import Road, RoadOptions, place_of
 from recpo.worlds.log import Simulation
 from recpo.worlds.parameters import WORLDS
 from recpo.worlds.replay import REPLAY
+from recpo.worlds.truth import Truth
 
 ROWS = "decisions.jsonl"
 BLIND, POSITIVES = "blind", "positives"
@@ -147,10 +150,10 @@ def decided(log: Log, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
-    """The choice against the best contender, and what ships against the strongest baseline, on the test period.
+    """The choice against the best contender on the test period, and what ships against the strongest baseline.
 
-    What ships from a small log was made again on more events: it is compared with baselines that have the same events,
-    and ``decided_value`` is its value before.
+    What ships was made again on all events: by the truth, its lists at the end of the log are compared with those of
+    baselines that have the same events, and ``decided_value`` is that of its lists before it was made again.
     """
     root, names, chosen = decision.root, list(decision.to_pandas()["name"]), decision.chosen
     metric = f"true_reward@{k}" if truth else decision.facts["criterion"]["metric"]
@@ -158,11 +161,18 @@ def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
     best = max(value, key=lambda name: value[name])
     regret, decided = paired(found, best, chosen, metric), value
     row = {"metric": metric, "best": best, "best_value": value[best], "decided_value": value[chosen]}
-    if (root / "final").is_dir():
-        baselines = [name for name in names if kinds.get(name) == "baseline"]
-        value, kinds, found = values(root / "final", [*{*baselines, chosen}], truth, k, metric)
-    baseline = max((name for name in value if kinds[name] == "baseline"), key=lambda name: value[name])
-    gain = paired(found, chosen, baseline, metric)
+    baselines = [name for name in value if kinds[name] == "baseline"]
+    if truth and (root / "final").is_dir():
+        lists = served(decision, truth, k, baselines)
+        value = {name: float(np.nanmean(one)) for name, one in lists.items()}
+        baseline = max(baselines, key=lambda name: value[name])
+        difference = lists[chosen] - lists[baseline]
+        users = int(np.isfinite(difference).sum())
+        gain = float(np.nanmean(difference)), float(Z95 * np.nanstd(difference) / np.sqrt(users))
+        row["decided_value"] = value["decided"]
+    else:
+        baseline = max(baselines, key=lambda name: value[name])
+        gain = paired(found, chosen, baseline, metric)
     return row | {
         "value": value[chosen],
         "regret": regret[0],
@@ -173,6 +183,34 @@ def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
         "gain_half_width": gain[1],
         "values": decided,
     }
+
+
+def served(decision: Decision, truth: Path, k: int, baselines: Sequence[str]) -> dict[str, np.ndarray]:
+    """True values by user of lists at the end of the log: of what ships and of baselines, fitted on all events.
+
+    ``decided`` is what ships as it was before it was made again: it knows the same histories.
+    """
+    road = Road(decision.root, RoadOptions(k=k))
+    road.data = decision.prepared
+    final = road.again(Prepared.open(decision.root / "final" / "prepared"))
+    known, histories = Truth.load(truth), pd.read_parquet(final.data.root / "histories.parquet")
+    day, users = float(known.day_of(final.data.manifest["boundaries"]["last_ms"])), known.user_ids
+    users = users[np.isin(users, histories["user_id"].unique())]
+    table = final.data.manifest.get("feature_tables", {}).get("user")
+    people = None if table is None else ds.dataset(table["files"]).to_table().to_pandas()
+    bundles = {decision.chosen: decision.bundle}
+    wanted = [("decided", road, decision.chosen), *((name, final, name) for name in {*baselines} - {decision.chosen})]
+    for name, of, contender in wanted:
+        how: dict[str, Any] = {"prepared": of.data, "baseline_options": of.baseline_options, "overwrite": True}
+        out, cache = decision.root / "served" / name, of.root / "baselines"
+        bundles[name] = recpo.export(place_of(of.root, contender), out=out, baseline_cache=cache, **how)
+    found = {}
+    for name, bundle in bundles.items():
+        read = {"user_features": people} if bundle.manifest.reads.user else {}
+        lists = bundle.recommend(histories, k=k, users=list(users), **read)
+        items = lists.sort_values(["user_id", "rank"])["item_id"].to_numpy().reshape(len(users), -1)
+        found[name] = known.top_k_value(np.sort(users), items, day)
+    return found
 
 
 def values(

@@ -16,6 +16,7 @@ item for every user ``[users, items]``, and tables that lie beside the log, by n
 - ``shop``: purchases alone, of which one leads to the next.
 - ``songs``: plays of the radio and of a library, most of them to the end of the track.
 - ``thumbs``: thumbs up or down for offers of a bandit that knows no persons.
+- ``trends``: clips are liked or not, and what everybody likes changes within days.
 """
 
 from __future__ import annotations
@@ -294,9 +295,33 @@ def thumbs(draw: np.random.Generator, users: int = 1_500, items: int = 800) -> M
     return frame(visits, "like", "dislike"), like, {}
 
 
+def trends(draw: np.random.Generator, users: int = 3_000, items: int = 1_200) -> Made:
+    """Clips come into fashion and go out of it; the true value is the probability of a like at the end."""
+    days = 30
+    affinity = 0.5 * draw.normal(size=(users, 5)) @ draw.normal(size=(5, items)) + draw.normal(0, 0.5, items)
+    begin, strength = draw.uniform(-10, days, items), draw.gamma(3, 1, items)
+
+    def fashion(day: float) -> Array:
+        return np.where(day < begin, 0, strength * np.exp(-(day - begin).clip(0) / 4))
+
+    def events() -> Events:
+        for user in range(users):
+            moments = np.sort(draw.uniform(0, days, max(3, draw.poisson(40))))
+            known, item = 0.5 * affinity[user] + draw.normal(0, 0.5, items), np.zeros(len(moments), np.int64)
+            like = np.zeros(len(moments))
+            for place, day in enumerate(moments):
+                there = np.where(day < begin - 2, -1e9, 0.6 * fashion(day))
+                there[item[:place]] = -1e9
+                item[place] = top(known + there, 1, draw)[0]
+                like[place] = expit(affinity[user, item[place]] + fashion(day)[item[place]] - 2)
+            yield item, START_MS + (moments * DAY_MS).astype(np.int64), draw.random(len(item)) < like
+
+    return frame(events(), "like"), expit(affinity + fashion(days) - 2), {}
+
+
 GENERATORS: Final[dict[str, Callable[..., Made]]] = {
     one.__name__: one
-    for one in (banners, books, carts, clips, groceries, jobs, market, news, podcasts, shop, songs, thumbs)
+    for one in (banners, books, carts, clips, groceries, jobs, market, news, podcasts, shop, songs, thumbs, trends)
 }
 
 

@@ -237,6 +237,8 @@ def show_factorize(verb: factorize.Factorize, factors: recpo.Factors) -> VerbRes
         values = [f"{one['weight']:g}: {one['AUC_mixed']:.4f}" for one in weights if "AUC_mixed" in one]
         told = f"; AUC_mixed by weight: {', '.join(values)}" if values else ""
         say(f"popularity {factors.facts['popularity']:g}{told}")
+    if (half_life := factors.facts["half_life"]) is not None:
+        say(f"the last events of an item count most for its bias, with a half-life of {half_life:g} days")
     caution = similar_lists(factors, Prepared.open(verb.prepared))
     warnings = [] if caution is None else [caution]
     warn(warnings)

@@ -53,6 +53,7 @@ Baseline = Literal[
     "positives",
     "item_rate",
     "recency",
+    "recent_rate",
     "sequential_rules",
     "factorization",
     "implicit_als",

@@ -64,7 +64,7 @@ class Preparation:
     columns: Columns = Columns()  # noqa: RUF009  frozen
     """columns and units that differ from the preset"""
     split: Split = TemporalSplit()  # noqa: RUF009  frozen
-    """TemporalSplit or LeaveLastOut"""
+    """TemporalSplit, LeaveLastOut or TrainOnly"""
     label: Label = WatchQuantiles()  # noqa: RUF009  frozen
     """how the preference label is made: WatchQuantiles, WatchRatio, D2Q, WatchTimeGain, BinaryColumn, NumericColumn
     or EveryEvent"""
@@ -559,7 +559,8 @@ class PrepareRun:
         """Writes the shards of a period, and for held-out periods the items that users had before."""
         self._stage(PERIODS[period])
         shards = self._write_shards(period, has_context=period != TRAIN)
-        if not any(shard["targets"] for shard in shards):
+        wanted = period == TRAIN or self.choice.split.holds_out
+        if wanted and not any(shard["targets"] for shard in shards):
             dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
             raise RecpoError(
                 f"the {PERIODS[period]} period has no events (dropped: {dropped or 'nothing'}): choose another split, "
@@ -567,9 +568,8 @@ class PrepareRun:
                 code="empty",
                 field=PERIODS[period],
             )
-        if period == TRAIN:
-            return shards
-        shards = writing.write_past(self.engine.stream(self._past(period)), shards, self.partial)
+        if shards and period != TRAIN:
+            shards = writing.write_past(self.engine.stream(self._past(period)), shards, self.partial)
         if period == VALID:
             self.counts |= writing.repeated(shards, self.partial, self.feedback.rule)
         return shards

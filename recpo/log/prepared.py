@@ -206,6 +206,16 @@ class Prepared(Artifact):
         return {period: {kind: int(counts[kind]) for kind in FEEDBACK_KINDS} for period, counts in splits.items()}
 
     @property
+    def holds_out(self) -> bool:
+        """Whether there are events of a validation period; none with the split ``TrainOnly``."""
+        return any(self.feedback_counts["valid"].values())
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether the train period of all users ends at one time, the begin of the validation period."""
+        return "valid_start_ms" in self.manifest["boundaries"]
+
+    @property
     def num_items(self) -> int:
         """Catalog size V; item indices are 1..V."""
         return int(self.manifest["num_items"])

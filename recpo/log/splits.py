@@ -84,9 +84,11 @@ class Split(ABC):
 
     Attributes:
         is_per_event: the period depends only on the event itself, so that computing it again is cheap.
+        holds_out: there are events of the valid and of the test period.
     """
 
     is_per_event: ClassVar[bool] = False
+    holds_out: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         validate_ranges(self)
@@ -223,6 +225,25 @@ class LeaveLastOut(Split):
         is_test, is_valid = held_out & (from_end < test), held_out & (from_end < test + valid)
         period = ibis.cases((is_test, TEST), (is_valid, VALID), else_=TRAIN)
         return events.mutate(**{Derived.PERIOD: period.cast("int8")})
+
+
+@dataclass(frozen=True)
+class TrainOnly(Split):
+    """Every event is train: for a policy that is trained again on the whole log, after its options were chosen.
+
+    Nothing is held out, so such data cannot select or evaluate: training validates nothing
+    (``trainer.limit_val_batches: 0``), and temperatures and the options of factors are given.
+    """
+
+    holds_out: ClassVar[bool] = False
+
+    def boundaries(self, first_ms: int, last_ms: int, has_clock: bool) -> dict[str, Any]:
+        """Does nothing: there is one period."""
+        return {}
+
+    def assign(self, events: ir.Table, boundaries: dict[str, Any]) -> ir.Table:
+        """Every event is in the train period."""
+        return events.mutate(**{Derived.PERIOD: ibis.literal(TRAIN, "int8")})
 
 
 def period_rows(events: ir.Table, period: int, max_context: int, has_context: bool) -> ir.Table:

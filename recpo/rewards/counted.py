@@ -30,19 +30,20 @@ def item_scores(name: str, data: Prepared, half_life_days: float | None = None) 
     """Scores ``[V]`` of a baseline that ranks the same way for every user.
 
     ``item_rate`` is the share of positives among an item's events, shrunk toward that of all items as if ten more
-    events had been seen: ``(positives + 10 rate) / (events + 10)``.
+    events had been seen: ``(positives + 10 rate) / (events + 10)``. ``recency`` and ``recent_rate`` are popularity and
+    ``item_rate`` of events that are weighted by recency.
 
     Args:
-        name: popularity, positives, item_rate or recency.
+        name: popularity, positives, item_rate, recency or recent_rate.
         data: prepared data.
-        half_life_days: of recency; None = a tenth of the training period.
+        half_life_days: of recency and recent_rate; None = a tenth of the training period.
     """
-    if name == "recency":
-        return recent_counts(data, half_life_days)
-    counts = data.item_counts("train_count")
-    if name == "popularity":
+    if name in ("recency", "recent_rate"):
+        counts, positives = recent_counts(data, half_life_days)
+    else:
+        counts, positives = data.item_counts("train_count"), data.item_counts("train_positives")
+    if name in ("popularity", "recency"):
         return counts
-    positives = data.item_counts("train_positives")
     if name == "positives":
         return positives
     rate = positives.sum() / max(1, counts.sum())
@@ -51,10 +52,13 @@ def item_scores(name: str, data: Prepared, half_life_days: float | None = None) 
 
 
 def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
-    """Training events of the items 1..V, weighted by recency: ``c_i = sum_e 2 ** ((t_e - end) / half_life)``, ``[V]``.
+    """Training events and positives of the items 1..V, weighted by recency: ``sum_e 2 ** ((t_e - end) / half_life)``.
 
     An event at the end of the training period has weight 1, and one that is a half-life older one half. Two passes with
     one piece in memory at a time; the first one finds the start and the end of the training period.
+
+    Returns:
+        ``[2, V]``.
     """
     first, last = np.inf, -np.inf
     for columns in data.train_columns(["timestamp"]):
@@ -62,11 +66,13 @@ def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
         if len(time):
             first, last = min(first, float(time.min())), max(last, float(time.max()))
     half_life = max(1.0, (last - first) / 10) if half_life_days is None else half_life_days * MILLISECONDS_PER_DAY
-    counts = np.zeros(data.num_items)
-    for item, time in (columns.values() for columns in data.train_columns(["item_index", "timestamp"])):
-        weight = np.exp2((time - int(last)) / half_life)
-        counts += np.bincount(item, weight, minlength=data.num_items + 1)[1:]
-    return counts
+    sums = np.zeros((2, data.num_items))
+    for columns in data.train_columns(["item_index", "timestamp", "label", "dislike"]):
+        weight = np.exp2((columns["timestamp"] - int(last)) / half_life)
+        positive = data.feedback.rule.positive(columns["label"], columns["dislike"])
+        for total, of in zip(sums, (weight, weight * positive), strict=True):
+            total += np.bincount(columns["item_index"], of, minlength=data.num_items + 1)[1:]
+    return sums
 
 
 def personal_popularity(data: Prepared) -> PersonalPopularityPolicy:

@@ -80,7 +80,7 @@ class Factors(Artifact):
     """
 
     kind: ClassVar = "factors"
-    version: ClassVar = 10
+    version: ClassVar = 11
     made_by: ClassVar = "recpo factorize"
 
     mean: float

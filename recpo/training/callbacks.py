@@ -321,6 +321,10 @@ class BestCheckpoint(_WholeCheckpoint):
     def __init__(self, directory: Path, monitor: str, mode: Literal["min", "max"] = "max") -> None:
         super().__init__(directory, filename="best", monitor=monitor, mode=mode, enable_version_counter=False)
 
+    def _should_skip_saving_checkpoint(self, trainer: Trainer) -> bool:
+        """Without validation, too: Lightning would warn at every epoch that the monitor is missing."""
+        return not trainer.limit_val_batches or super()._should_skip_saving_checkpoint(trainer)
+
 
 class LastCheckpoint(_WholeCheckpoint):
     """Keeps the last state: after every epoch, every few optimizer steps, and when training ends within an epoch.

@@ -44,7 +44,7 @@ from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import Features
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import ITEM_FEATURES, Prepared
-from recpo.training.checkpoints import saved_tensors
+from recpo.training.checkpoints import load_plain, saved_tensors
 from recpo.training.class_names import validate_class_names
 from recpo.training.options import PolicyFactory
 
@@ -142,6 +142,11 @@ class Run(Artifact):
             RecpoError: a file is missing or has changed.
         """
         verify(self.root, {name: self.files[name] for name in files}, Run.remedy())
+
+    @property
+    def best_step(self) -> int:
+        """Optimizer steps of the best checkpoint; not of a sharded run."""
+        return int(load_plain(self.checkpoint())["global_step"])
 
     @cached_property
     def configuration(self) -> dict[str, Any]:

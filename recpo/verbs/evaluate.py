@@ -55,10 +55,11 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
     (NAME=FILE), and names of baselines. Lists are a Parquet file, a directory of such files, or a CSV file, with the
     columns user_id, item_id and rank (1 = best) or score (higher = better), in the ids of the log. Baselines:
     popularity (training events), personal_popularity (what the user chose most often), positives (training positives),
-    item_rate (share of positives), recency (training events, newer ones counting more), sequential_rules (what followed
-    the positives of the history elsewhere), factorization (matrix factorization of graded feedback), implicit_als
-    (alternating least squares on positives), allrank (alternating least squares on the grades of what was shown, and
-    zeros elsewhere), ease (linear model of items by items, for catalogs up to 15,000 items), random.
+    item_rate (share of positives), recency and recent_rate (training events and share of positives, newer ones counting
+    more), sequential_rules (what followed the positives of the history elsewhere), factorization (matrix factorization
+    of graded feedback), implicit_als (alternating least squares on positives), allrank (alternating least squares on
+    the grades of what was shown, and zeros elsewhere), ease (linear model of items by items, for catalogs up to 15,000
+    items), random.
     A bundle ranks, but gives no probabilities of logged items. The logging policy is added if its value is known"""
     _: KW_ONLY
     log: Path | str | None = None

@@ -4,23 +4,25 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch import Tensor
 
 from recpo.artifacts.outputs import output_directory
-from recpo.base.errors import NonNegativeFloat, RecpoError
+from recpo.base.errors import NonNegativeFloat, PositiveFloat, RecpoError
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.reading import alike
 from recpo.log.prepared import Prepared
 from recpo.ops import exposures
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
+from recpo.rewards.recent_biases import with_recent_biases
 from recpo.rewards.selection import VALIDATION_USERS, close_to_best, fit_factors, validation_batches
 from recpo.verbs.verb import WritingVerb, function_of
 
 _LISTED_USERS: Final = 1000
+_HALF_LIVES: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class Factorize(FactorOptions, WritingVerb[Factors]):
     """weights to try of the logarithm of an item's number of training events, added to its grade, such as 0 .01 .02
     .05: what a recommender shows often, it had reasons to show, which grades of shown items cannot say. The smallest
     weight is chosen whose ``AUC_mixed`` on the validation period is at most one standard error below the best"""
+    half_lives: Sequence[PositiveFloat] | None = None
+    """days after which an event counts half in the bias of its item, to try: what everybody likes may change
+    (``recpo.rewards.recent_biases``). Of several and none, the one with the highest ``AUC_mixed`` on the validation
+    period is chosen, or none if that is at most one standard error below; a single one is taken; empty = all events
+    count alike. null = .5, 1, 2, 4 and 8 where the training period ends at one time; with als, and for a held-out
+    period, empty"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,12 +71,37 @@ class Factorize(FactorOptions, WritingVerb[Factors]):
         options = self.part(FactorOptions)
         data = Prepared.open(self.prepared)
         if self.out is None:
-            return self._with_popularity(fit_factors(data, options, progress=self.progress), data)
+            return self._fitted(data, options)
         with output_directory(self.out, kind="factors", overwrite=self.overwrite, inputs=[data.root]) as partial:
-            factors = self._with_popularity(fit_factors(data, options, progress=self.progress), data)
+            factors = self._fitted(data, options)
             factors.write_files(partial)
             self.write_resolved(partial / "resolved.yaml")
         return factors
+
+    def of(self, model: Factors) -> Self:
+        """The verb that fits a model like this one, without a choice."""
+        half_life = model.facts["half_life"]
+        return replace(super().of(model), half_lives=() if half_life is None else (half_life,))
+
+    def _fitted(self, data: Prepared, options: FactorOptions) -> Factors:
+        factors = fit_factors(data, options, progress=self.progress)
+        return self._with_popularity(self._with_recent_biases(factors, data), data)
+
+    def _with_recent_biases(self, factors: Factors, data: Prepared) -> Factors:
+        """The model with the best half-life of the biases of its items; ``facts`` have what was tried."""
+        changes = data.ends_at_once and self.period == "train" and self.method == "variational"
+        half_lives = self.half_lives if self.half_lives is not None else _HALF_LIVES if changes else ()
+        models = with_recent_biases(factors, data, half_lives)
+        chosen, tried = (
+            half_lives[0] if len(half_lives) == 1 else None,
+            [dict[str, Any](half_life=one) for one in models],
+        )
+        if len(half_lives) > 1:
+            values = mixed_auc(list(models.values()), data)
+            if values.shape[1] and not close_to_best(values)[0]:
+                chosen = list(models)[int(values.mean(1).argmax())]
+            tried = [one | {"AUC_mixed": float(value)} for one, value in zip(tried, values.mean(1), strict=True)]
+        return replace(models[chosen], facts={**factors.facts, "half_life": chosen, "half_lives_tried": tried})
 
     def _with_popularity(self, factors: Factors, data: Prepared) -> Factors:
         """The model with the best weight of popularity; ``facts`` have what was tried."""

@@ -28,6 +28,7 @@ from recpo.log.csv_files import CsvFormat
 from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
 from recpo.log.schema import PERIODS, Columns
+from recpo.log.splits import TrainOnly
 from recpo.serving.bundle import Bundle
 from recpo.training.run import Run
 from recpo.verbs import fit_recipes, fit_road
@@ -117,9 +118,9 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
     Fits the baselines that a team would use, selects a reward model, pre-trains, aligns in the ways that the feedback
     allows, and searches the options that matter in what is left of the budget. Contenders are compared on the
     validation period, on the same users. A policy ships if it beats the strongest baseline beyond doubt; otherwise the
-    bundle serves that baseline, and the decision says so. The test period is evaluated once, at the end. The validation
-    period of a small log is long, up to a quarter of it; what ships is then made again, with most of that period to
-    learn from. Data that were prepared before keep their split.
+    bundle serves that baseline, and the decision says so. The test period is evaluated once, at the end. Then what
+    ships is made again on all events, with the options that were chosen: nothing is held out from what is served. Data
+    that were prepared before keep their split, and ship what was evaluated.
 
     Writes decision.json, report.html, bundle/, and every step's output with the command that repeats it. The time is a
     budget for training and search, not a limit: preparation, reward model and baselines are always complete. A fit that
@@ -161,8 +162,9 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
             self._compare(road, twice=again is not None)
             choice = choose(road.measured, road.criterion, road.k)
             road.say(choice.reason)
+            self._evaluate(road, choice.tested, truth)
             final = road if again is None else self._again(road, again, choice.name)
-            self._finish(road, final, choice, truth)
+            self._export(road, final, choice.name)
             facts = self._facts(road, final, choice, understood)
             Decision.write_facts(root, facts)
             with output_file(root / REPORT) as working:
@@ -218,14 +220,14 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
         options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found), **tables}
-        verb = Prepare(out=road.root / fit_road.FINAL / fit_recipes.PREPARED, **options)
         split = deciding_split(options["split"], found.counts)
-        road.data = self._prepared(road, replace(verb, out=road.root / fit_recipes.PREPARED, split=split))
+        verb = Prepare(out=road.root / fit_recipes.PREPARED, **options)
+        road.data = self._prepared(road, replace(verb, split=split))
         understood = [*_understood(found), _counted(road.data), *_repeated(road.data)]
-        if split == verb.split:
-            return understood, truth, None
-        understood.append(f"small log: decided by {_changed(verb.split, split)}; what ships is made again without that")
-        return understood, truth, replace(verb, repeats=road.data.repeats, idle_days=road.data.idle_days)
+        if split != verb.split:
+            understood.append(f"small log: decided by {_changed(verb.split, split)}")
+        again: dict[str, Any] = {"repeats": road.data.repeats, "idle_days": road.data.idle_days, "split": TrainOnly()}
+        return understood, truth, replace(verb, out=road.root / fit_road.FINAL / fit_recipes.PREPARED, **again)
 
     @staticmethod
     def _prepared(road: Road, verb: Prepare) -> Prepared:
@@ -298,18 +300,21 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
         if road.tilt(base):
             road.measure(f"{fit_road.TILTED}{base}")
 
-    def _finish(self, road: Road, final: Road, choice: Choice, truth: Path | str | None) -> None:
-        """Evaluates ``Choice.tested``, or the baselines and what was made again, on the test period; exports."""
-        names = choice.tested if final is road else list(dict.fromkeys([*final.baselines, choice.name]))
-        out, bundle = road.root / _EVALUATION, road.root / _BUNDLE
-        shared: dict[str, Any] = {"baseline_cache": final.root / BASELINES_DIRECTORY}
-        shared["baseline_options"] = final.baseline_options
+    def _evaluate(self, road: Road, names: Sequence[str], truth: Path | str | None) -> None:
+        """Evaluates contenders on the test period, once."""
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
-        data, ks = final.data, [final.k]
-        if not propensity_share(data, "test"):  # or the report would advise an option of evaluate
+        how |= {"baseline_cache": road.root / BASELINES_DIRECTORY, "baseline_options": road.baseline_options}
+        if not propensity_share(road.data, "test"):  # or the report would advise an option of evaluate
             how["off_policy"] = None
-        final.step(Evaluate(data, [place_of(final.root, name) for name in names], out=out, ks=ks, **how, **shared))
-        final.step(Export(place_of(final.root, choice.name), out=bundle, prepared=data, evaluation=out, **shared))
+        named = [place_of(road.root, name) for name in names]
+        road.step(Evaluate(road.data, named, out=road.root / _EVALUATION, ks=[road.k], **how))
+
+    @staticmethod
+    def _export(road: Road, final: Road, name: str) -> None:
+        """Exports what ships, with what was measured of it on the test period."""
+        how: dict[str, Any] = {"evaluation": road.root / _EVALUATION, "prepared": final.data}
+        how |= {"baseline_cache": final.root / BASELINES_DIRECTORY, "baseline_options": final.baseline_options}
+        final.step(Export(place_of(final.root, name), out=road.root / _BUNDLE, **how))
 
     def _facts(self, road: Road, final: Road, choice: Choice, understood: list[str]) -> dict[str, Any]:
         criterion, evaluation = road.criterion, Evaluation.open(road.root / _EVALUATION)

@@ -50,7 +50,7 @@ from recpo.verbs.verb import PYTHON_ONLY, Verb, compute_device, configurations
 PLAN: Final = "plan.json"
 #: Directories and files of a fit.
 PREPARE: Final = "prepare.yaml"  # beside the prepared data: the options that made them
-#: What ships, made again on the events of the validation period too; it has the same directories.
+#: What ships, made again on all events; it has the same directories.
 FINAL: Final = "final"
 #: The baseline that tilts policies where there are no grades.
 RULES: Final = "sequential_rules"
@@ -237,6 +237,8 @@ class Road:
         """The baselines that a team would use and a bundle can serve."""
         found: list[Baseline] = ["popularity", "item_rate", RULES, "implicit_als"]
         found += [PERSONAL] if self.data.repeats else []
+        if self.data.ends_at_once:
+            found.append("recent_rate" if self.graded else "recency")
         ease, items = EaseOptions(), self.data.num_items
         seconds = ease.operations(items) / _EASE_RATE
         fits = items <= ease.max_items and 2 * ease.memory(items) <= _memory()  # one half is for the rest
@@ -329,7 +331,7 @@ class Road:
         """
         out = self.root / fit_recipes.RUNS / f"{TILTED}{base}"
         if self.plan.seconds_of(out) is None:  # else it was tried, and perhaps no temperature is better
-            cache = self.root / BASELINES_DIRECTORY if base in self.named else None
+            cache = self.root / BASELINES_DIRECTORY if base in BASELINES else None
             how: dict[str, Any] = {"k": self.options.k, "temperature": temperature}
             how |= {"baseline_cache": cache, "baseline_options": self.baseline_options}
             if self.by_grades:
@@ -339,9 +341,9 @@ class Road:
         return out.exists()
 
     def again(self, data: Prepared) -> "Road":
-        """The road on which a contender is made again: in ``final``, on other data, with this one's plan and clock.
+        """The road on which a contender is made again: in ``final``, on all events, with this one's plan and clock.
 
-        The validation period of these data is short: fitted models keep the options that were chosen before.
+        Nothing is held out there: fitted models keep the options that were chosen before.
         """
         road = Road(self.root / FINAL, self.options, first=self)
         road.data = data
@@ -354,7 +356,7 @@ class Road:
 
     def remake(self, name: str) -> bool:
         """Makes a contender of the first road again, as it was made there; False if its training diverged."""
-        if name in self.named:
+        if name in BASELINES:
             return True
         if name == fit_recipes.FACTORS:
             self.factorize()
@@ -365,7 +367,7 @@ class Road:
             return run is not None and made and self.tilt(base, run.results["tilt/temperature"] or "auto")
         recipe, changed = self._first._asked[name]
         needed = [one for one in (recipe.after, recipe.reward) if one is not None]
-        return all(map(self.remake, needed)) and self.train(name, recipe, changed)
+        return all(map(self.remake, needed)) and self.train(name, recipe, {**changed, **self._as_long(name)})
 
     @property
     def seconds_again(self) -> float:
@@ -538,11 +540,20 @@ class Road:
             if reads_all and not self.data.feature_schema.item:
                 options["policy.init_args.item_features"] = None
         label = self.data.manifest["label"]["class_path"].rpartition(".")[2]
-        return {**options, **recipe.options(self.root, self._counts, label, self.plan.effort or 1.0)}
+        # what is made again has the sizes that were decided on
+        return {**options, **recipe.options(self.root, self._first._counts, label, self.plan.effort or 1.0)}
 
     @cached_property
     def _counts(self) -> LogCounts:
         return counts_of(self.data)
+
+    def _as_long(self, name: str) -> dict[str, Any]:
+        """The options that train as many epochs as the run of the first road needed for its best checkpoint."""
+        trained = self._first.run_of(name)
+        assert trained is not None
+        now, then = (sum(one.data.feedback_counts["train"].values()) for one in (self, self._first))
+        steps = math.ceil(trained.best_step * now / then)
+        return {"trainer.max_steps": steps, "trainer.limit_val_batches": 0, "patience": None}
 
     def _train(
         self, out: Path, files: Sequence[Path], options: Mapping[str, Any], callbacks: Sequence[Callback] = ()

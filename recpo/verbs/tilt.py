@@ -133,9 +133,17 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs)
         base = self._base(data, factors)
         by = self._by(data, factors)
+        measures = data is not None and data.holds_out
+        if self.temperature == "auto" and not measures:
+            raise RecpoError(
+                "temperature is auto, and there is no validation period to choose it on: name prepared data that hold "
+                "one out, or give a temperature",
+                code="missing_option",
+                field="prepared",
+            )
         used: tilting.Criterion | None = None
         trials: tuple[tilting.TiltTrial, ...] = ()
-        if data is not None:
+        if data is not None and measures:
             shared, device = self._trials(data), compute_device(self.device)
             used, options = shared.criterion, (self._temperatures, self.progress)
             trials = shared.trials(base.policy.to(device), by.to(device), *options)
@@ -165,12 +173,9 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         if factors is not None:
             factors.validate_feedback(run.feedback, run.root)
             factors.validate_items(run.catalog_checksum, run.root)
-        if data is None and (self.temperature == "auto" or reads_users):
+        if data is None and reads_users:
             raise RecpoError(
-                "temperature is auto, and there is no validation period to choose it on: name prepared data, or give a "
-                "temperature"
-                if self.temperature == "auto"
-                else "the factors read features of users, whose vocabularies are in the prepared data: name them",
+                "the factors read features of users, whose vocabularies are in the prepared data: name them",
                 code="missing_option",
                 field="prepared",
             )
