@@ -212,7 +212,7 @@ class Prepared(Artifact):
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether the train period of all users ends at one time, the begin of the validation period."""
+        """Whether the train period of all users ends at one time, the start of the validation period."""
         return "valid_start_ms" in self.manifest["boundaries"]
 
     @property

@@ -18,7 +18,7 @@ from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle
 from recpo.serving.export import BundleOptions, PolicyFacts, evaluation_facts, export_bundle, facts_of, write_compiled
 from recpo.serving.refresh import EncodedItems, Refreshed, refresh_bundle
-from recpo.training.run import Run
+from recpo.training.run import Run, data_facts
 from recpo.verbs.contenders import ServedBaseline, is_baseline, served_baseline
 from recpo.verbs.verb import Verb, function_of
 
@@ -130,7 +130,7 @@ def _facts_of_baseline(served: ServedBaseline, data: Prepared, measured: dict[st
         "user_ids": data.user_id_type,
         "item_column": data.item_column,
     }
-    card = {} if measured is None else {"evaluation": measured}
+    card = {"data": data_facts(data)} | ({} if measured is None else {"evaluation": measured})
     return PolicyFacts(data.feedback, served.features(data), served.options, origin, card, data.repeats)
 
 

@@ -60,7 +60,7 @@ class Decision(Artifact):
     """
 
     kind: ClassVar = "decision"
-    version: ClassVar = 2
+    version: ClassVar = 3
     made_by: ClassVar = "recpo fit"
 
     root: Path
@@ -239,7 +239,8 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
         return Prepared.open(out)
 
     def _again(self, road: Road, verb: Prepare, name: str) -> Road:
-        """The road with what ships: made again, or, where that fails, as it was decided."""
+        """The road with what ships: made again on all events, or, where that fails, as it was decided."""
+        road.say(f"{name} is made again on all events")
         final = road.again(self._prepared(road, verb))
         return final if final.remake(name) else road
 
@@ -343,6 +344,7 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
             "p_value": choice.p_value,
             "leaderboard": rows,
             "prepared": _outside(road),
+            "made_again": final is not road,
             "understood": understood,
             "advice": advice,
             "warnings": [*advice, *evaluation.warnings],
