@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import is_text
 from recpo.log.column_facts import rank_as
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.log.locations import Place, writable
@@ -39,7 +40,10 @@ _ZERO_LED: Final = r"^0[0-9]+$"  # ids such as 007
 _LONG: Final = r"^[0-9]{19,}$"  # of which floating-point numbers keep the first digits
 _POINTED: Final = r"^-?[0-9]{1,15}\.0$"  # integers as they are written beside missing values, which made them floats
 _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
-_ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
+#: texts that mean that there is no value; the last one is that of dumps of databases
+_ABSENT: Final = pa.array(
+    ["", "nan", "NaN", "NAN", "NA", "N/A", "#N/A", "n/a", "<NA>", "NaT", "null", "NULL", "Null", "None", "none", r"\N"]
+)
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
 _FALSE: Final = pa.array(["false", "False", "FALSE"])
 _HEADER_BYTES: Final = 1 << 20
@@ -161,7 +165,7 @@ def csv_to_parquet(
     ragged = sorted(reader.ragged)
     kinds = {name: pa.string() for column, name in used.items() if column in flags}
     kinds |= {name: _kind(column, facts[name]) for column, name in used.items() if column not in flags}
-    texts = {name for column, name in used.items() if column in flags and pa.types.is_string(kinds[name])}
+    texts = {name for column, name in used.items() if column in (*flags, *LogColumns.IDS) and is_text(kinds[name])}
     reader = _Reader(path, names, reader.positions, form)
     schema = pa.schema([(name, kinds[name]) for name in facts])
     with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
@@ -212,9 +216,10 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
         kind = _kind(FEATURE, facts)
         is_id = any(rank_as(role, name) is not None for role in (LogColumns.USER_ID, LogColumns.ITEM_ID))
-        is_text = pc.any(pc.match_substring_regex(values, _LONG)).as_py()
-        is_text = is_text or (is_id and facts.values > facts.whole + facts.pointed)
-        columns.setdefault(name, values if pa.types.is_floating(kind) and is_text else _cast(values, kind))
+        is_long = pc.any(pc.match_substring_regex(values, _LONG)).as_py()
+        is_long = is_long or (is_id and facts.values > facts.whole + facts.pointed)
+        kind = pa.string() if is_long and pa.types.is_floating(kind) else kind
+        columns.setdefault(name, _known(values) if is_text(kind) else _cast(values, kind))
     return pa.table(columns), len(reader.ragged), size
 
 

@@ -26,6 +26,8 @@ from recpo.log.recognition import Recognition
 from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, FlagColumn, LogColumns
 from recpo.log.shaping import estimated_duration_exponent
 
+#: The offset at the end of a time of day: +05:30, +0530 or +02.
+_OFFSET: Final = r":[0-9]{2}(?:\.[0-9]+)? ?(?P<offset>[+-][0-9]{2}(?::?[0-9]{2})?)$"
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 #: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
 _SMOOTHING: Final = 10
@@ -319,9 +321,10 @@ def _timezone(values: pa.ChunkedArray) -> str | None:
     if pa.types.is_timestamp(values.type):
         zone = values.type.tz
     elif pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        offsets = pc.extract_regex(values.drop_null(), r"[0-9](?P<offset>[+-][0-9]{2}:[0-9]{2})$").drop_null()
+        offsets = pc.extract_regex(values.drop_null(), _OFFSET).drop_null()
         counts = pc.value_counts(pc.struct_field(offsets, "offset")).to_pylist() if len(offsets) else []
-        zone = max(counts, key=lambda one: one["counts"])["values"] if counts else None
+        digits = max(counts, key=lambda one: one["counts"])["values"].replace(":", "") if counts else None
+        zone = None if digits is None else f"{digits[:3]}:{digits[3:] or '00'}"
     else:
         zone = None
     return None if zone in ("UTC", "Etc/UTC", "GMT", "Z", "+00:00", "-00:00") else zone

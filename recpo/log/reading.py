@@ -22,7 +22,14 @@ from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, PRESET
 
 _FIRST_DAY, _LAST_DAY = 365.0, 47_482.0  # 1971-01-01 and 2100-01-01
 _DATED: Final = r"^(197[1-9]|19[89][0-9]|20[0-9]{2})[-/](0?[1-9]|1[0-2])[-/](0?[1-9]|[12][0-9]|3[01])"
-_OTHER_DATE: Final = r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}\b"
+#: 31.01.2026; Sat Jan 31 18:30:00 +0000 2026; 20260131; 2026-01-31 06:30 PM
+_OTHER_DATE: Final = (
+    r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}\b"
+    r"|(?i:\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}\b.*\b(19|20)[0-9]{2}\b)"
+    r"|^(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])([0-9]{2}){0,3}$"
+    r"|(?i:[0-9] ?[ap]\.?m\.?$)"
+)
+_DAY: Final = r"^(?P<year>[0-9]{4})[-/](?P<month>[0-9]{1,2})[-/](?P<day>[0-9]{1,2})"
 _DECIMAL_COMMA: Final = r"^-?[0-9]+(\.[0-9]{3})*,[0-9]+$"
 #: At most this share of the rows are of wrong clocks, further from the others than this multiple of their span.
 _CLOCKS, _FAR = 0.005, 10.0
@@ -115,14 +122,17 @@ class LogReading:
             return pa.table({})
 
     def read_texts(self) -> None:
-        """Asks for the time if it is text of another form, and doubts numbers with decimal commas."""
-        time = self._unread_time() if self.given.time_unit != "none" else None
+        """Asks for the time if it is written in another form, and doubts numbers with decimal commas."""
+        time = self._unread_time() if self.given.time_unit is None else None
         if time is not None:  # as if given, so that nothing else is added about the time
-            self.given = replace(self.given, timestamp=time)
+            unit: Any = "order" if self.facts[time].is_number else None
+            self.given = replace(self.given, timestamp=time, time_unit=unit)
             self._recognize()
-            shown = f"timestamp: `{time}` ({', '.join(self.facts[time].examples)}) has no times that recpo reads"
+            values = ", ".join(one.replace(",", "") if unit else one for one in self.facts[time].examples)
+            shown = f"timestamp: `{time}` ({values}) has no times that recpo reads"
             remedy = "write ISO times such as 2026-01-31T18:30:00 (pandas.to_datetime with a format), or seconds since"
-            self.questions.append(f"{shown}: {remedy} 1970; to do without times, pass --columns.time_unit none")
+            without = f"to do without times, pass --columns.time_unit {unit or 'none'}"
+            self.questions.append(f"{shown}: {remedy} 1970; {without}")
         asked = self.found.questions
         texts = [self.facts[name] for name in self.found.unused if not any(f"`{name}`" in one for one in asked)]
         numbers = [one for one in texts if one.kind == "text" and self._share(one.name, _DECIMAL_COMMA) >= 0.9]
@@ -224,16 +234,21 @@ class LogReading:
         return None
 
     def _unread_time(self) -> str | None:
-        """The column of texts that is the time by its name, or has dates of another form; None = there is none."""
+        """The column that is the time by its name, or has dates of another form; None = there is none."""
         time = self.found.column(LogColumns.TIMESTAMP)
-        texts = [name for name, one in self.facts.items() if one.kind == "text" and one.dated < MOSTLY]
-        texts = [name for name in texts if time in (None, name) and self._share(name, r"^[0-9]+$") < MOSTLY]
+        names = [time] if time is not None else [name for name in self.found.unused if self.facts[name].distinct > 1]
+        names = [name for name in names if self.facts[name].kind in ("text", "whole")]
+        texts = [name for name in names if self.facts[name].kind == "text" and self.facts[name].dated < MOSTLY]
+        texts = [name for name in texts if self._share(name, r"^[0-9]+$") < MOSTLY]
         called = [name for name in texts if name == time or rank_as(LogColumns.TIMESTAMP, name) is not None]
-        return next(iter(called + [name for name in texts if self._share(name, _OTHER_DATE) >= MOSTLY]), None)
+        return next(iter(called + [name for name in names if self._share(name, _OTHER_DATE) >= MOSTLY]), None)
 
     def _share(self, name: str, pattern: str) -> float:
-        """Which share of the texts of a column match."""
-        texts = self.sample.table[name].drop_null().cast(pa.string())
+        """Which share of the values of a column match, as texts."""
+        values = self.sample.table[name].drop_null()
+        if self.facts[name].kind == "whole":
+            values = values.cast(pa.float64(), safe=False).cast(pa.int64(), safe=False)
+        texts = values.cast(pa.string())
         return (pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0) / max(1, len(texts))
 
     def _absent(self, name: str, role: str) -> np.ndarray:
@@ -343,7 +358,11 @@ def days_of(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np
         factor = MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY
     else:
         try:
-            values = pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10).cast(pa.date32()).cast(pa.int32())
+            parts = pc.extract_regex(values.cast(pa.string()), _DAY)
+            if parts.null_count == len(parts):
+                return None
+            digits = [pc.utf8_lpad(pc.struct_field(parts, part), 2, "0") for part in ("year", "month", "day")]
+            values = pc.binary_join_element_wise(*digits, "-").cast(pa.date32()).cast(pa.int32())
         except pa.ArrowInvalid:
             return None
     return pc.multiply(values.cast(pa.float64(), safe=False), factor).to_numpy()

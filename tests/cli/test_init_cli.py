@@ -300,12 +300,26 @@ def test_the_events_of_a_day_are_counted_whatever_a_time_is_written_as(tmp_path)
     table = events()[["user", "item", "second"]]
     moment = pd.to_datetime(table["second"], unit="s", utc=True)
     written = {"numbers": table["second"], "times": moment, "texts": moment.dt.strftime("%Y-%m-%d %H:%M:%S")}
+    written["short"] = moment.dt.strftime("%Y/%-m/%-d %-H:%M")
     expected = tuple(moment.dt.floor("D").value_counts().sort_index(ascending=False))
     for name, times in written.items():
         table.assign(second=times).to_parquet(tmp_path / f"{name}.parquet", index=False)
         assert inspect_log(tmp_path / f"{name}.parquet").counts.by_day == expected
     table[["user", "item"]].to_parquet(tmp_path / "timeless.parquet", index=False)
     assert inspect_log(tmp_path / "timeless.parquet").counts.by_day == ()
+
+
+@pytest.mark.parametrize(
+    ("offset", "timezone"), [("+02", "+02:00"), (".5+0530", "+05:30"), (" -0300", "-03:00"), (" +0000", None)]
+)
+def test_offsets_in_other_spellings_are_the_time_zone_and_are_prepared(offset, timezone, tmp_path):
+    table = events()[["user", "item", "second"]]
+    table["second"] = [str(pd.Timestamp(second, unit="s")) + offset for second in table["second"]]
+    table.to_csv(tmp_path / "log.csv", index=False)
+    found = inspect_log(tmp_path / "log.csv", columns=recpo.Columns(timestamp="second"))
+    assert found.split.init_args.get("timezone") == timezone
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    assert data.manifest["counts"]["read"] == 600
 
 
 def test_a_row_whose_number_is_no_time_is_left_out(tmp_path):

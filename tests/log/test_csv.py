@@ -48,6 +48,8 @@ def test_columns_that_are_used_with_the_type_of_all_their_values(tmp_path, name)
         (["007", "7"], ["007", "7"]),
         (["1", "", '""'], [1, None, None]),
         (["a", "", '""'], ["a", None, None]),
+        (["a", r"\N", "NULL", " null ", "NULLA"], ["a", None, None, None, "NULLA"]),
+        (["1", r"\N", "<NA>"], [1, None, None]),
         (["1714500000000000000", "-3"], [1714500000000000000, -3]),
         (["99999999999999999999", "1"], ["99999999999999999999", "1"]),
         (["1.0", "2"], ["1.0", "2"]),
@@ -213,6 +215,10 @@ def test_what_init_cannot_read_is_named(tmp_path):
     [
         ("enrolled", ["07.01.2026", "12.01.2026"], {}, "timestamp", "`enrolled` (07.01.2026, 12.01.2026)"),
         ("date", ["Jan 5, 2026", "Jan 6, 2026"], {}, "timestamp", "`date` (Jan 5, 2026, Jan 6, 2026)"),
+        ("t_dat", ["07-Jan-2026", "12-Jan-2026"], {}, "timestamp", "`t_dat` (07-Jan-2026, 12-Jan-2026)"),
+        ("dt", ["20260107", "20260112"], {}, "timestamp", "`dt` (20260107, 20260112, 20260107)"),
+        ("date", ["20260107", "20260112"], {"time_unit": "order"}, None, "no column says"),
+        ("ts", ["2026-01-07 01:02 AM", "2026-01-12 01:02 PM"], {}, "timestamp", "`ts` (2026-01-07 01:02 AM, "),
         ("mailed", ["03/02/2026", "11/28/2026"], {"timestamp": "mailed"}, "timestamp", "`mailed` (03/02/2026, "),
         ("rating", ["3,5", "1.024,0"], {"time_unit": "none"}, "label", "`rating` (3,5, 1.024,0"),
         ("price", ["3,5", "12,25"], {"time_unit": "none"}, None, "`price` (3,5, 12,25)"),
@@ -224,4 +230,5 @@ def test_dates_and_numbers_of_other_forms_are_named(tmp_path, column, values, gi
     found = inspect_log(tmp_path, columns=Columns(**given))
     assert [question.partition(":")[0] for question in found.questions] == ([asked] if asked else [])
     assert any(said in text for text in (found.questions or found.doubts))
+    assert not any("is no clock" in doubt for doubt in found.doubts if found.questions)
     assert not any("no column has times" in doubt for doubt in found.doubts)
