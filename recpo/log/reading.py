@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from recpo.base.features import is_text
 from recpo.base.frames import some_of
-from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, plain_name, rank_as
+from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, is_fixed, plain_name, rank_as
 from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import TableSample, together
 from recpo.log.recognition import Recognition, recognize
@@ -36,6 +36,8 @@ _CLOCKS, _FAR = 0.005, 10.0
 _OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not available by a column of their table
 _MOSTLY_KNOWN: Final = 0.9  # of the ids of a log, at least, are in the table of them
 _NAMES_SHOWN: Final = 8
+_MANY_ROWS: Final = 100  # so many rows have users and items that come again
+_ROWS_OF_ID: Final = 5  # of a user or item in the mean, at least, tell feedback from what it has once
 
 
 @dataclass
@@ -53,6 +55,7 @@ class LogReading:
         left_out: options of ``prepare`` that leave out rows without a user, item or time, or of wrong clocks.
         table_columns: columns of the tables: durations, times of availability, and ids with other names than in the
             log, by the options of ``FeatureColumns``.
+        no_feedback: columns called like feedback that say something of users or items.
     """
 
     sample: TableSample
@@ -62,6 +65,7 @@ class LogReading:
     doubts: list[str] = field(default_factory=list)
     left_out: dict[str, Any] = field(default_factory=dict)
     table_columns: dict[str, Any] = field(default_factory=dict)
+    no_feedback: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         table = self.sample.table
@@ -194,18 +198,53 @@ class LogReading:
             shown = some_of([str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values()])
             named = f"name its {len(sample.form.names)} columns in order, with --csv.names '[user_id, item_id, ...]'"
             first.append(f"the first line has no names ({shown}): {named}")
+        self._read_ids()
         files = ", ".join(file.name for file in sample.files[:3])
         for name in sorted(sample.repeated & {*self.used}):
             first.append(f"several columns of {files} are called `{name}`: rename or remove all but one")
         self.questions = [*first, *self.found.questions, *self.questions]
         self.doubts = [*self.found.doubts, *self._doubts_of_files(), *self.doubts]
 
+    def _read_ids(self) -> None:
+        """Asks about ids that all rows share or that no two rows do, and doubts a user with very many rows."""
+        for role in (LogColumns.USER_ID, LogColumns.ITEM_ID):
+            if (name := self.found.column(role)) is None or name in self.given.named().values():
+                continue
+            counts = pc.value_counts(self.sample.table[name].drop_null())
+            numbers, rows = pc.struct_field(counts, "counts").to_numpy(), self.sample.table.num_rows
+            if len(numbers) == 1 < rows or (rows >= _MANY_ROWS and len(numbers) == rows):
+                found = "has one value in all rows" if len(numbers) == 1 else "has another value in every row"
+                remedy = f"pass --columns.{role} NAME of another column, or `{name}` itself"
+                self.questions.append(f"{role}: `{name}` {found} ({self.facts[name].examples[0]}): {remedy}")
+            elif role == LogColumns.USER_ID and numbers.max(initial=0) > max(0.05, 10 / len(numbers)) * rows:
+                most = counts[int(numbers.argmax())]["values"].as_py()
+                shown = f"`{name}` {most} has {numbers.max() / rows:.0%} of the events"
+                self.doubts.append(f"{shown}: if that is nobody, as where people did not sign in, leave them out")
+
+    def leave_columns_out(self) -> None:
+        """A number that each user or item has once is no feedback, such as a mean rating or the length of a session."""
+        named = map(self.found.column, (LogColumns.USER_ID, LogColumns.ITEM_ID))
+        keys = [key for key in named if key is not None]
+        for role in (LogColumns.WATCH_TIME, LogColumns.LABEL):
+            name = self.found.column(role)
+            if name is None or name in self.given.named().values() or self.found.preset != "plain":
+                continue
+            if self.facts[name].distinct > 1 and any(
+                is_fixed(self.sample.table, name, key, _ROWS_OF_ID) for key in keys
+            ):
+                self.no_feedback = (*self.no_feedback, name)
+                self._recognize()
+                doubt = f"`{name}` is not read as the {role}, as nearly every user, or item, has one value"
+                self.doubts.append(f"{doubt} (pass --columns.{role} {name} if it is)")
+
     def _recognize(self) -> None:
         table, given = self.sample.table, self.given
         names, others = set(table.column_names), self.others
         keys = {name for one in others for name in names & set(one.table.column_names) if _is_key(one, name)}
         keys = {name for name in keys if not _is_key(self.sample, name)}
-        self.found: Recognition = recognize(self.facts.values(), given, table, keys)
+        facts = [one for name, one in self.facts.items() if name not in self.no_feedback]
+        found = recognize(facts, given, table, keys)
+        self.found: Recognition = replace(found, unused=(*found.unused, *self.no_feedback))
 
     def _likeness(self) -> tuple[int, int, int]:
         """How similar a table is to a log: number of required columns, then of all columns, then of rows."""

@@ -175,8 +175,7 @@ class _Recognizer:
         self.questions += self._unread_numbers()
         unsuitable = self._unsuitable()
         self.questions += unsuitable.values()
-        suitable = self.columns.keys() - unsuitable.keys()
-        self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in suitable}
+        self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in self.columns.keys() - unsuitable}
         if table is not None and LogColumns.WATCH_TIME not in self.columns and self.units.get(LogColumns.DURATION):
             self._find_watch_time(table)
         self._add_behaviors()
@@ -192,7 +191,8 @@ class _Recognizer:
     def _matrix(self) -> list[str]:
         """What to do where the columns may be the items of a matrix."""
         numbers = [name for name, one in self.facts.items() if self._is_free(name) and one.is_number]
-        is_matrix = len(numbers) >= _LEAST_MATRIX and 2 * len(numbers) > len(self.facts)
+        is_log = {LogColumns.TIMESTAMP, LogColumns.LABEL} & self.columns.keys()
+        is_matrix = not is_log and len(numbers) >= _LEAST_MATRIX and 2 * len(numbers) > len(self.facts)
         return [_MATRIX.format(number=len(numbers))] if is_matrix else []
 
     def _set(self, role: str, column: str | FlagColumn, how: str) -> None:
@@ -223,7 +223,7 @@ class _Recognizer:
                 suiting = [name for name in suiting if self.facts[name].distinct > 1 and not self._is_earned(name)]
             ranked = [(rank, name) for name in suiting if (rank := rank_as(role, name)) is not None]
             if role not in self.columns and ranked:
-                self._set(role, min(ranked)[1], "by its name")
+                self._set(role, min(ranked, key=lambda one: (self.facts[one[1]].distinct == 1, one))[1], "by its name")
         self._find_alone()
 
     def _find_alone(self) -> None:
@@ -244,6 +244,8 @@ class _Recognizer:
             return
         free = [name for name, one in self.facts.items() if self._is_free(name) and one.kind in ("whole", "text")]
         free = [name for name in free if column_facts.may_be_id(name) and self.facts[name].distinct > 1]
+        own = column_facts.words(self._name(LogColumns.USER_ID) or "")[:1]  # customer_unique_id is no item of customers
+        free = [name for name in free if column_facts.words(name)[:1] != own]
         keyed = [name for name in free if name in self.keys]
         ids = [name for name in free if column_facts.is_id_of_something(name)]
         alone = [name for name in free if column_facts.may_be_item(name)]
@@ -462,7 +464,7 @@ class _Recognizer:
             "something else, remove it from prepare.yaml and choose label EveryEvent"
         )
         if score is not None:
-            return [f"`{score}` is read as what a model said (pass --columns.label {score} if people did)", doubt]
+            return [f"`{score}` is read as said by a model, or of all (pass --columns.label {score} if not)", doubt]
         if sparse is None:
             return [doubt]
         return [f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)", doubt]

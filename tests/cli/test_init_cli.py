@@ -503,11 +503,13 @@ def test_durations_and_the_times_of_items_are_read_from_their_table(suffix, tmp_
         (range(6), 0.4, {"low": 1, "high": 5, "missing": 0}),
         (range(6), 0.2, {"low": 0, "high": 5}),
         (range(1, 6), 0.5, {"low": 1, "high": 5}),
+        ([99, *range(-10, 11)], 0.3, {"low": -10, "high": 10, "missing": 99}),
+        ([10, *range(3)], 0.3, {"low": 0, "high": 10}),
     ],
 )
 def test_a_number_that_is_no_rating_is_missing(numbers, share, expected, tmp_path):
     """As of people who did not rate what they had: -1 or 0, beside a scale."""
-    numbers, log = [number for number in numbers if number or numbers[0] == 0], events()[["user", "item", "second"]]
+    numbers, log = [number for number in numbers if number or numbers[0] != -1], events()[["user", "item", "second"]]
     probabilities = [share, *np.full(len(numbers) - 1, (1 - share) / (len(numbers) - 1))]
     log["rating"] = np.random.default_rng(1).choice(numbers, len(log), p=probabilities)
     log.to_parquet(tmp_path / "log.parquet")
@@ -688,3 +690,48 @@ def test_points_of_the_upper_half_of_a_scale_have_their_own_range(tmp_path):
     log = events().assign(rating=lambda table: 80 + 5 * (table["rating"] - 1))
     log[["user", "item", "second", "rating"]].to_parquet(tmp_path / "log.parquet")
     assert inspect_log(tmp_path / "log.parquet").label.init_args == {"low": 80, "high": 100}
+
+
+def test_numbers_of_plays_have_a_scale_that_the_largest_do_not_decide(tmp_path):
+    log = events()[["user", "item"]].drop_duplicates()
+    plays = np.ceil(np.random.default_rng(0).lognormal(1.0, 1.5, len(log)))
+    log.assign(plays=plays.astype(int)).to_parquet(tmp_path / "log.parquet")
+    found = inspect_log(tmp_path / "log.parquet")
+    low, high = found.label.init_args.values()
+    assert (found.column("label"), low) == ("plays", 1)
+    assert np.mean(plays >= high) == pytest.approx(0.1, abs=0.03)
+    assert f"up to {plays.max():g}" in found.label.why
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    assert data.manifest["counts"]["splits"]["train"]["positive"] > 0.1 * len(log)
+
+
+@pytest.mark.parametrize(("name", "key"), [("rating", "item"), ("session_length", "user")])
+def test_a_number_that_each_item_or_user_has_once_is_no_feedback(name, key, tmp_path):
+    log = events()[["user", "item", "second"]]
+    log[name] = 10 + log[key] % 7
+    log.assign(stars=events()["rating"]).to_csv(tmp_path / "log.csv", index=False)
+    found = inspect_log(tmp_path / "log.csv")
+    assert (found.column("label"), found.column("watch_time")) == ("stars", None)
+    assert name in found.unused
+    assert any(doubt.startswith(f"`{name}` is not read as the") for doubt in found.doubts)
+
+
+def test_ids_that_cannot_be_those_of_users_and_items_are_asked_about(tmp_path):
+    log = events()[["user", "item", "second", "rating"]]
+    for column, values, said in (
+        ("item", 7, "item_id: `item` has one value in all rows (7)"),
+        ("user", np.arange(len(log)), "user_id: `user` has another value in every row (0)"),
+    ):
+        log.assign(**{column: values}).to_parquet(tmp_path / "log.parquet")
+        (question,) = inspect_log(tmp_path / "log.parquet").questions
+        assert question.startswith(said)
+        given = recpo.Columns(**{f"{column}_id": column})
+        assert inspect_log(tmp_path / "log.parquet", columns=given).questions == ()
+
+
+def test_a_user_with_very_many_events_may_be_nobody(tmp_path):
+    log = events()[["user", "item", "second", "rating"]]
+    log.loc[::3, "user"] = -1
+    log.to_parquet(tmp_path / "log.parquet")
+    (doubt,) = inspect_log(tmp_path / "log.parquet").doubts
+    assert doubt.startswith("`user` -1 has 33% of the events")

@@ -51,7 +51,10 @@ def test_the_unit_that_a_name_says(name, unit):
         ("watch_time", ["reading_seconds", "sessionLenSec", "mins_listened"]),
         ("item_id", ["episode", "song_id", "Podcast"]),
         ("duration", ["episode_minutes", "trackLengthMs", "video_duration"]),
-        ("label", ["rating", "Book-Rating", "movie_stars", "percent_watched", "feedback"]),
+        (
+            "label",
+            ["rating", "Book-Rating", "movie_stars", "percent_watched", "feedback", "Rating (1-5)", "play_count"],
+        ),
         ("dislike", ["is_hate", "thumbs_down", "disliked", "hidden"]),
     ],
 )
@@ -105,6 +108,12 @@ def test_texts_that_are_no_kinds_of_events():
         assert not are_kinds(texts), texts
 
 
+def test_of_two_columns_that_may_be_the_item_it_is_the_one_that_differs():
+    assert recognize(facts(**BASE, iid=[5] * 40)).columns.item_id == "item_id"
+    columns = {"user_id": BASE["user_id"], "timestamp": SECONDS, "item_id": [5] * 40, "song": ["a", "b"] * 20}
+    assert recognize(facts(**columns)).columns.item_id == "song"
+
+
 def test_a_conversion_is_the_label_where_there_are_enough():
     for number, label in ((1_000, "booking_bool"), (999, "click_bool")):
         ones = {"click_bool": 2_000, "booking_bool": number}
@@ -151,6 +160,8 @@ def test_feedback_in_another_form_is_asked_for(texts):
         (["user_id", "auction_id", "banner"], "banner"),
         (["user_id", "auction_id", "leaflet"], None),
         (["learner", "lesson_slug"], "lesson_slug"),
+        (["customer_id", "customer_unique_id"], None),
+        (["CustomerID", "StockCode", "InvoiceNo"], "StockCode"),
     ],
 )
 def test_the_only_id_of_something_is_the_item(names, item):
@@ -241,6 +252,11 @@ def test_a_matrix_is_called_one_and_a_log_without_a_user_asks_for_no_time():
     assert "melt" in matrix
     assert item.startswith("item_id")
     assert "and 11 more" in item
+    wide = facts(
+        user_id=[1, 2, 3], timestamp=SECONDS[:3], **{f"cost_{number}": [1.0, 2.5, 3.0] for number in range(30)}
+    )
+    (item,) = recognize(wide).questions
+    assert item.startswith("item_id")
     (user,) = recognize(facts(who=["a", "b"] * 20, item=[1, 2] * 20, rating=[1, 2, 3, 4] * 10)).questions
     assert user.startswith("user_id")
 
