@@ -47,7 +47,7 @@ _ABSENT: Final = pa.array(
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
 _FALSE: Final = pa.array(["false", "False", "FALSE"])
 _HEADER_BYTES: Final = 1 << 20
-_DELIMITERS: Final = (",", "\t", ";", "::", "|", " ")
+_DELIMITERS: Final = (",", "\t", ";", "::", "|", "\x01", "^", " ")  # \x01: Hive
 _RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
 
 

@@ -16,6 +16,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recpo.artifacts.checksums import MARKER, kind_of
 from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.features import expected_type, is_list, is_text
 from recpo.base.frames import some_of
@@ -27,8 +28,17 @@ from recpo.log.locations import Location, Place, locate, readable
 from recpo.log.schema import ANY, Columns, Fault, FlagColumn, LogColumns, name_of
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
+#: directories of recpo in which logs are; None: not one of recpo
+_KINDS_WITH_LOGS: Final = (None, "simulation", "impressions", "loop", "demo")
 #: columns that the engines add when they read files
 _RESERVED: Final = frozenset({"filename", "file_row_number", Engine.FILE, Engine.ROW})
+#: how pandas reads other files, by the endings of their names
+_READERS: Final = {
+    **dict.fromkeys(("json", "jsonl", "ndjson"), "read_json(FILE, lines=True)"),
+    **dict.fromkeys(("xls", "xlsx"), "read_excel(FILE)"),
+    **dict.fromkeys(("pkl", "pickle"), "read_pickle(FILE)"),
+    **{name: f"read_{name}(FILE)" for name in ("feather", "orc")},
+}
 _LIKE: Final = 0.6  # similarity from which a column name is suggested for another
 
 
@@ -89,7 +99,8 @@ class Log:
 def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     """The files that ``log`` names: files, directories (their Parquet and text files) and glob patterns.
 
-    In directories, hidden files and files whose name begins with an underscore are ignored. A name with a scheme, such
+    In directories, hidden files, files whose name begins with an underscore, and directories that recpo wrote are
+    ignored, unless these have logs. A name with a scheme, such
     as ``s3://``, refers to an object store (``recpo.log.locations``).
 
     Raises:
@@ -102,8 +113,11 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
         if not files:
             problem = "no such file, or nothing matches this glob"
             if isinstance(place, Path) and place.is_dir():
-                inside = some_of(sorted(file.name for file in place.iterdir())) or "nothing"
-                problem = f"the directory has no {', '.join(_SUFFIXES)} file: write one; it has {inside}"
+                inside = sorted(file.name for file in place.iterdir())
+                texts = [str(place / file) for file in inside if csv_files.is_text_file(place / file)]
+                remedy = f"name the files ({some_of(texts)})" if texts else "write one"
+                problem = f"the directory has no {', '.join(_SUFFIXES)} file: {remedy}; it has "
+                problem += some_of(inside) or "nothing"
             raise RecpoError(f"{what} {name}: {problem}", code="missing_file", field=what)
         # A file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
@@ -112,7 +126,11 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
 
 def _local_files(path: Path) -> Sequence[Place]:
     if path.is_dir():
-        return [file for file in sorted(path.rglob("*")) if _belongs(file.relative_to(path)) and file.is_file()]
+        files = sorted(path.rglob("*"))
+        written = {file.parent for file in files if file.name == MARKER and file.parent != path}
+        written = {root for root in written if kind_of(root) not in _KINDS_WITH_LOGS}
+        files = [file for file in files if _belongs(file.relative_to(path)) and file.is_file()]
+        return [file for file in files if written.isdisjoint(file.parents)]
     if path.is_file():
         return [path]
     return [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
@@ -287,6 +305,9 @@ def unreadable(path: Place, error: Exception) -> Fault:
             starts_well = handle.read(4) == b"PAR1"
         kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
         problem = f"{kind}, {size:,} bytes ({first_line(error)})"
+        reader = next((_READERS[part] for part in path.name.lower().split(".") if part in _READERS), None)
+        if reader is not None and not starts_well:
+            problem = f"recpo reads Parquet and delimited text: write it as Parquet (pandas.{reader}.to_parquet)"
     fix = "write or copy the file again, or leave it out"
     return Fault(path.name, None, problem, fix, code="wrong_file" if size else "empty")
 

@@ -35,6 +35,7 @@ _DECIMAL_COMMA: Final = r"^-?[0-9]+(\.[0-9]{3})*,[0-9]+$"
 _CLOCKS, _FAR = 0.005, 10.0
 _OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not available by a column of their table
 _MOSTLY_KNOWN: Final = 0.9  # of the ids of a log, at least, are in the table of them
+_WITHOUT_TIMES: Final = "to do without times, pass --columns.time_unit none"
 _NAMES_SHOWN: Final = 8
 _MANY_ROWS: Final = 100  # so many rows have users and items that come again
 _ROWS_OF_ID: Final = 5  # of a user or item in the mean, at least, tell feedback from what it has once
@@ -135,7 +136,7 @@ class LogReading:
             values = ", ".join(one.replace(",", "") if unit else one for one in self.facts[time].examples)
             shown = f"timestamp: `{time}` ({values}) has no times that recpo reads"
             remedy = "write ISO times such as 2026-01-31T18:30:00 (pandas.to_datetime with a format), or seconds since"
-            without = f"to do without times, pass --columns.time_unit {unit or 'none'}"
+            without = _WITHOUT_TIMES if unit is None else "to do without times, pass --columns.time_unit order"
             self.questions.append(f"{shown}: {remedy} 1970; {without}")
         asked = self.found.questions
         texts = [self.facts[name] for name in self.found.unused if not any(f"`{name}`" in one for one in asked)]
@@ -202,8 +203,21 @@ class LogReading:
         files = ", ".join(file.name for file in sample.files[:3])
         for name in sorted(sample.repeated & {*self.used}):
             first.append(f"several columns of {files} are called `{name}`: rename or remove all but one")
+        if said := self._in_directories():
+            has_time = self.found.column(LogColumns.TIMESTAMP) is not None or self.given.time_unit is not None
+            (self.doubts if has_time else first).append(said if has_time else f"timestamp: {said}; {_WITHOUT_TIMES}")
         self.questions = [*first, *self.found.questions, *self.questions]
         self.doubts = [*self.found.doubts, *self._doubts_of_files(), *self.doubts]
+
+    def _in_directories(self) -> str | None:
+        """What is not read of directories such as ``day=2026-01-31``, if the files of the log are in several."""
+        parts = {part for file in self.sample.files for part in str(file).split("/")[:-1] if "=" in part}
+        names = {part.partition("=")[0] for part in parts} - set(self.sample.table.column_names)
+        names = {name for name in names if sum(part.startswith(f"{name}=") for part in parts) > 1}
+        if not names:
+            return None
+        shown = ", ".join(f"`{name}`" for name in sorted(names))
+        return f"{shown}: in the names of directories only ({min(parts)}), not read: write it as a column"
 
     def _read_ids(self) -> None:
         """Asks about ids that all rows share or that no two rows do, and doubts a user with very many rows."""
@@ -352,7 +366,7 @@ class LogReading:
         if sample.nested:
             doubts.append(
                 f"{', '.join(f'`{name}`' for name in sample.nested)}: nested columns are not read; write their fields "
-                "as columns of their own, for example user.id as user_id"
+                "as columns of their own, for example user.id as user_id, and a row for each value of a list"
             )
         if sample.skipped:
             doubts.append(f"{sample.skipped:,} rows have another number of values: recpo prepare will refuse them")
@@ -367,7 +381,9 @@ class LogReading:
         ids = [name for name in named if name is not None]
         keys = [name for name in ids if name in names]
         if not keys:
-            wanted = " or ".join(f"`{name}`" for name in ids)
+            if (joined := self._joined(names)) is not None:
+                return f"{files}: not read; {joined}"
+            wanted = " or ".join(f"`{name}`" for name in ids) or "a user or item of the log"
             return f"{files}: not read, as no column is {wanted} ({', '.join(names[:_NAMES_SHOWN])})"
         if len(keys) == 1 and (again := one.table.num_rows - pc.count_distinct(one.table[keys[0]]).as_py()):
             repeated = f"{again:,} rows have the `{keys[0]}` of an earlier row"
@@ -376,6 +392,15 @@ class LogReading:
         also = "it has another delimiter, or a column that recpo would look for in all"
         why = f"it lacks {lacking}" if lacking else also
         return f"{files}: other columns than the log, not read ({one.rows:,} rows), as {why}"
+
+    def _joined(self, names: Sequence[str]) -> str | None:
+        """How another file with these columns, among them what the log lacks, becomes a part of it, if it may."""
+        shared = [name for name in names if name in self.sample.table.column_names]
+        for role in (LogColumns.USER_ID, LogColumns.ITEM_ID):
+            found = [name for name in names if rank_as(role, name) is not None]
+            if self.found.column(role) is None and found and shared:
+                return f"if `{found[0]}` is the {role}, join it to the log by `{shared[0]}` (merge of pandas)"
+        return None
 
 
 def days_of(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np.ndarray | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -360,6 +361,12 @@ def test_files_that_are_no_tables_say_why(tmp_path):
     )
     assert "2 rows have the `item_id` of an earlier row" in genres
     assert "no column is `item_id` or `user_id` (id, color)" in colors
+    orders = pd.DataFrame({"order_id": range(200), "user_id": np.arange(200) % 7, "state": "paid"})
+    orders.to_csv(tmp_path / "orders.csv", index=False)
+    lines = pd.DataFrame({"order_id": np.arange(600) % 200, "item_id": np.arange(600) % 11})
+    lines.to_csv(tmp_path / "lines.csv", index=False)
+    found = inspect_log([tmp_path / "orders.csv", tmp_path / "lines.csv"])
+    assert any("if `user_id` is the user_id, join it to the log by `order_id`" in doubt for doubt in found.doubts)
     assert "other columns than the log" in pairs
 
 
@@ -735,3 +742,25 @@ def test_a_user_with_very_many_events_may_be_nobody(tmp_path):
     log.to_parquet(tmp_path / "log.parquet")
     (doubt,) = inspect_log(tmp_path / "log.parquet").doubts
     assert doubt.startswith("`user` -1 has 33% of the events")
+
+
+def test_a_directory_is_inspected_prepared_and_inspected_again_in_place(tmp_path, monkeypatch, capsys):
+    events()[["user", "item", "second", "rating"]].to_csv(tmp_path / "log.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "."]) == 0
+    assert main(["prepare", "--config", "prepare.yaml"]) == 0
+    found = recpo.init(".", "again")
+    assert (found.sample.files, found.tables) == ((Path("log.csv"),), {})
+
+
+def test_what_names_of_directories_say_is_reported_and_asked_for_where_there_is_no_time(tmp_path):
+    log = events()[["user", "item", "second", "rating"]]
+    for day, rows in log.groupby(log["second"] // 86_400):
+        (tmp_path / f"day={day}").mkdir()
+        rows.to_parquet(tmp_path / f"day={day}" / "part.parquet")
+    assert any("`day`: in the names of directories only" in doubt for doubt in inspect_log(tmp_path).doubts)
+    for file in tmp_path.rglob("*.parquet"):
+        pd.read_parquet(file).drop(columns="second").to_parquet(file)
+    (question,) = inspect_log(tmp_path).questions
+    assert question.startswith("timestamp: `day`")
+    assert inspect_log(tmp_path, columns=Columns(time_unit="none")).questions == ()

@@ -205,6 +205,13 @@ def test_what_init_cannot_read_is_named(tmp_path):
     with refused("missing_file", "log") as caught:
         recpo.init(tmp_path)
     assert "log.jsonl" in str(caught.value)
+    with refused("wrong_file", "log.jsonl") as caught:
+        recpo.init(tmp_path / "log.jsonl")
+    assert "pandas.read_json(FILE, lines=True)" in str(caught.value)
+    (tmp_path / "ratings.dat").write_text("1::2::3::978300760")
+    with refused("missing_file", "log") as caught:
+        recpo.init(tmp_path)
+    assert f"name the files ({tmp_path / 'ratings.dat'})" in str(caught.value)
     with refused("wrong_type", "log") as caught:
         recpo.init(pa.table({"user_id": [1], "item_id": [1]}))
     assert "Parquet" in str(caught.value)

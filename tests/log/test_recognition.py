@@ -293,6 +293,8 @@ def test_values_overrule_names():
         (["1::1193::5::978300760"], CsvFormat("::", ("userId", "movieId", "rating", "timestamp"))),
         (["196\t242\t3\t881250949"], CsvFormat("\t", ("userId", "movieId", "rating", "timestamp"))),
         (["u1,i2,1700000000"], CsvFormat(",", ("column_1", "column_2", "column_3"))),
+        (["user^item^ts", "1^2^3"], CsvFormat("^")),
+        (["user\x01item\x01ts", "1\x012\x013"], CsvFormat("\x01")),
         (["1 258 3.5", "1 36 2"], CsvFormat(" ", ("column_1", "column_2", "column_3"))),
     ],
 )
