@@ -8,7 +8,7 @@ import codecs
 import csv
 import io
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +134,11 @@ class _ColumnFacts:
 
 
 def csv_to_parquet(
-    path: Place, staged: Place, sources: Mapping[str, str | FlagColumn], form: CsvFormat
+    path: Place,
+    staged: Place,
+    sources: Mapping[str, str | FlagColumn],
+    form: CsvFormat,
+    texts: Collection[str] = (),
 ) -> tuple[list[str], list[Fault], list[int], list[str]]:
     """Writes some columns of a CSV file to a Parquet file.
 
@@ -144,6 +148,7 @@ def csv_to_parquet(
         sources: standard name -> name in the log, or flag that is read from values: its column is kept as texts, unless
             another standard column reads numbers from it.
         form: its delimiter, and its column names if it has no header line.
+        texts: standard names of columns that stay texts.
 
     Returns:
         The file's column names; faults (rows with too few or too many values, text in columns of numbers); the numbers
@@ -154,7 +159,7 @@ def csv_to_parquet(
     """
     names = header(path, form)
     used = {column: name for column, one in sources.items() if names.count(name := name_of(one)) == 1}
-    flags = {column for column in used if isinstance(sources[column], FlagColumn)}
+    flags = {column for column in used if isinstance(sources[column], FlagColumn) or column in texts}
     reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}), form)
     facts = {name: _ColumnFacts(column) for column, name in used.items()}
     row = 0
@@ -165,13 +170,13 @@ def csv_to_parquet(
     ragged = sorted(reader.ragged)
     kinds = {name: pa.string() for column, name in used.items() if column in flags}
     kinds |= {name: _kind(column, facts[name]) for column, name in used.items() if column not in flags}
-    texts = {name for column, name in used.items() if column in (*flags, *LogColumns.IDS) and is_text(kinds[name])}
+    known = {name for column, name in used.items() if column in (*flags, *LogColumns.IDS) and is_text(kinds[name])}
     reader = _Reader(path, names, reader.positions, form)
     schema = pa.schema([(name, kinds[name]) for name in facts])
     with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in reader.batches():
             read = {name: batch.column(f"c{names.index(name)}") for name in facts}
-            columns = [_known(text) if name in texts else _cast(text, kinds[name]) for name, text in read.items()]
+            columns = [_known(text) if name in known else _cast(text, kinds[name]) for name, text in read.items()]
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
     faults, warnings = _ragged_faults(path, names, reader.ragged), []
     for column, name in used.items():

@@ -207,7 +207,7 @@ def open_log(
         return _expected_type(column, kind, source if isinstance(source, FlagColumn) else None)
 
     columns, missing = settle_columns(opened, wanted, needed, _remedy)
-    types, mistyped = settle_types(opened, columns, expected)
+    types, mistyped = settle_types(files or opened, columns, expected)
     types |= {column: pa.int64() for column in LogColumns.IDS if pa.types.is_floating(types.get(column, pa.null()))}
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
@@ -222,8 +222,11 @@ def open_files(
     work: Place,
     what: str,
     form: CsvFormat | None = None,
+    texts: Set[str] = frozenset(),
 ) -> tuple[list[LogFile], list[Fault]]:
     """The readable files of a log or table.
+
+    Ids that are words in one text file and numbers in another are texts in both.
 
     Args:
         paths: the files.
@@ -231,6 +234,7 @@ def open_files(
         work: a directory for temporary files.
         what: name of the log or table in messages.
         form: delimiter and column names of text files; None = those of a table, each file by its first line.
+        texts: standard names of ids that are texts in all text files.
 
     Returns:
         The files whose rows can be used, and all faults.
@@ -238,7 +242,7 @@ def open_files(
     opened, faults = list[LogFile](), list[Fault]()
     for number, path in enumerate(paths):
         try:
-            file, found = _open_file(path, sources, work / f"{what}-{number}.parquet", form)
+            file, found = _open_file(path, sources, work / f"{what}-{number}.parquet", form, texts)
         except RecpoError as error:
             faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out", code=error.code))
             continue
@@ -247,17 +251,29 @@ def open_files(
             continue
         faults += found
         opened += [file] if file is not None else []
-    return opened, faults
+    mixed = _mixed_ids(opened, sources)
+    return open_files(paths, sources, work, what, form, mixed | texts) if mixed - texts else (opened, faults)
+
+
+def _mixed_ids(files: Sequence[LogFile], sources: Mapping[str, str | FlagColumn]) -> set[str]:
+    """Standard names of ids that are texts in some of the text files only."""
+    schemas = [file.schema for file in files if file.rows and csv_files.is_text_file(Path(file.shown))]
+    found = set()
+    for column in sources.keys() & set(LogColumns.IDS):
+        name = name_of(sources[column])
+        kinds = {is_text(schema.field(name).type) for schema in schemas if name in schema.names}
+        found |= {column} if len(kinds) > 1 else set()
+    return found
 
 
 def _open_file(
-    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat | None
+    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat | None, texts: Set[str]
 ) -> tuple[LogFile | None, list[Fault]]:
     """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``."""
     read, names, faults, left_out, warnings = path, None, list[Fault](), list[int](), list[str]()
     if csv_files.is_text_file(path):
         read, form = staged, form or csv_files.table_format(path)
-        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form)
+        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form, texts)
     with pq.ParquetFile(readable(read)) as parquet:
         rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
     used = [name for name in dict.fromkeys(map(name_of, sources.values())) if name in (names or schema.names)]

@@ -226,8 +226,8 @@ class LogReading:
                 continue
             counts = pc.value_counts(self.sample.table[name].drop_null())
             numbers, rows = pc.struct_field(counts, "counts").to_numpy(), self.sample.table.num_rows
-            if len(numbers) == 1 < rows or (rows >= _MANY_ROWS and len(numbers) == rows):
-                found = "has one value in all rows" if len(numbers) == 1 else "has another value in every row"
+            if len(numbers) == 1 < rows or (rows >= _MANY_ROWS and len(numbers) > _MOSTLY_KNOWN * rows):
+                found = "has one value in all rows" if len(numbers) == 1 else "has another value in nearly every row"
                 remedy = f"pass --columns.{role} NAME of another column, or `{name}` itself"
                 self.questions.append(f"{role}: `{name}` {found} ({self.facts[name].examples[0]}): {remedy}")
             elif role == LogColumns.USER_ID and numbers.max(initial=0) > max(0.05, 10 / len(numbers)) * rows:

@@ -239,3 +239,14 @@ def test_dates_and_numbers_of_other_forms_are_named(tmp_path, column, values, gi
     assert any(said in text for text in (found.questions or found.doubts))
     assert not any("is no clock" in doubt for doubt in found.doubts if found.questions)
     assert not any("no column has times" in doubt for doubt in found.doubts)
+
+
+def test_parts_without_rows_and_with_other_ids_are_one_log(tmp_path):
+    names = "user_id,item_id,timestamp\n"
+    rows = [f"{number % 7},{number % 5},2026-01-{1 + number % 9:02d}\n" for number in range(60)]
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "0.csv").write_text(names + "".join(rows))
+    (tmp_path / "log" / "1.csv").write_text(names)
+    (tmp_path / "log" / "2.csv").write_text(names + "".join(row.replace(",3,", ",3X,") for row in rows))
+    data = recpo.prepare(tmp_path / "log", out=tmp_path / "out", label=EveryEvent(), progress=False)
+    assert sorted(data.table("items.parquet")["item_id"].to_pylist()) == ["0", "1", "2", "3", "3X", "4"]
