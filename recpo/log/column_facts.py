@@ -91,8 +91,9 @@ class ColumnFacts:
 
     @property
     def is_clock(self) -> bool:
-        """Whether the values are times."""
-        return self.kind == "time" or self.dated >= MOSTLY or (self.distinct > 1 and len(self.clock_units) == 1)
+        """Whether the values are times, and not one only."""
+        is_time = self.kind == "time" or self.dated >= MOSTLY or len(self.clock_units) == 1
+        return self.distinct > 1 and is_time
 
     @property
     def evidence(self) -> str:
@@ -295,6 +296,7 @@ _PEOPLE: Final = (
     *("customer", "member", "visitor", "listener", "viewer", "reader", "reviewer", "buyer", "player", "shopper"),
     *("subscriber", "account", "profile", "client", "learner", "student", "guest", "traveler", "applicant"),
     *("candidate", "patron", "person", "participant", "respondent", "rater", "taster", "contact", "recipient", "card"),
+    *("borrower", "voter", "follower", "swiper", "bidder", "investor", "donor"),
 )
 #: Last words of ids; "id" in the tables of names.
 _IDS: Final = ("id", "guid", "uuid", "code", "no", "nr", "number", "hash", "key", "uri", "slug", "ref")
@@ -305,7 +307,7 @@ _NO_ITEMS: Final = frozenset(
     | {"artist", "brand", "review", "row", "parent", "city", "country", "region", "group", "page", "tab", "campaign"}
     | {"zip", "postal", "post", "status", "error", "phone", "house", "version", "currency", "language", "promo"}
     | {"auction", "visit", "impression", "slate", "query", "search", "placement", "experiment", "variant"}
-    | {"invoice", "basket", "receipt"}
+    | {"invoice", "basket", "receipt", "display", "brewery", "winery", "publisher", "studio", "manufacturer"}
 )
 
 #: Words of ratings that are not the user's.
@@ -430,7 +432,7 @@ def unit_of_name(name: str) -> str | None:
 
 
 #: First and last words of flags that add nothing.
-_BEFORE_FLAGS, _AFTER_FLAGS = ("is", "has", "was", "did", "had"), ("bool", "flag", "ind", "indicator", "yn")
+_BEFORE_FLAGS, _AFTER_FLAGS = ("is", "has", "was", "did", "had", "my"), ("bool", "flag", "ind", "indicator", "yn")
 
 
 def plain_name(name: str) -> str:
@@ -469,7 +471,8 @@ def rank_as(column: str, name: str) -> int | None:
     is_measure = column == LogColumns.ITEM_ID and unit_of_name(name) is not None
     said, variants = words(name), [full] if is_measure else [full, plain]
     if column in (LogColumns.ITEM_ID, LogColumns.USER_ID) and len(said) > 1 and said[-1] in _IDS:
-        variants.append("".join(said[:-1]) + "id")  # member_no, gameCode
+        named = said[:-2] if len(said) > 2 and said[-2] in _IDS else said[:-1]
+        variants.append("".join(named) + "id")  # member_no, gameCode, session_id_hash
     found = next((names.index(one) for one in variants if one in names), None)
     if column == LogColumns.LABEL and unit_of_name(name) is not None:
         return None  # response_seconds

@@ -41,6 +41,7 @@ def test_the_unit_that_a_name_says(name, unit):
     ("role", "names"),
     [
         ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid", "person", "respondent_id"]),
+        ("user_id", ["session_id_hash", "Borrower No", "follower_id", "swiper"]),
         ("user_id", ["learner", "candidateId", "profile", "member_no", "playerGuid", "payload.user", "distinct_id"]),
         ("item_id", ["video", "movieId", "product-id", "parent_asin", "gameCode", "payload.article_id", "recipe_code"]),
         ("timestamp", ["shown_ts", "event_ts", "sessionStartMs"]),
@@ -139,6 +140,8 @@ def test_the_time_of_an_event_is_the_one_that_all_have_or_that_says_when_it_bega
     assert found.columns.label == FlagColumn("clicked_at", ANY)
     both = {"start_hour": SECONDS, "finish_hour": [second + 60 for second in SECONDS]}
     assert recognize(facts(**ids, **both)).columns.timestamp == "start_hour"
+    unknown = {"started_on": ["0000-00-00"] * 40, "changed": SECONDS}
+    assert recognize(facts(**ids, **unknown)).columns.timestamp == "changed"
     unclear = recognize(facts(**ids, one_hour=SECONDS, other_hour=SECONDS))
     assert any(question.startswith("timestamp") for question in unclear.questions), "not a random order"
 
@@ -161,6 +164,8 @@ def test_feedback_in_another_form_is_asked_for(texts):
         (["user_id", "auction_id", "leaflet"], None),
         (["learner", "lesson_slug"], "lesson_slug"),
         (["customer_id", "customer_unique_id"], None),
+        (["follower_id", "followee_id"], "followee_id"),
+        (["user_id", "brewery_id"], None),
         (["CustomerID", "StockCode", "InvoiceNo"], "StockCode"),
     ],
 )
@@ -177,6 +182,7 @@ def test_the_only_id_of_something_is_the_item(names, item):
         (["human", "item_id", "ward"], [], (None, "item_id")),
         (["human", "item_id", "ward"], ["human", "ward"], (None, "item_id")),  # which of the two is not told
         (["human", "item_id", "category_id"], ["category_id"], (None, "item_id")),
+        (["display_id", "item_id"], ["display_id"], (None, "item_id")),
         (["user_id", "leaflet", "widget_id"], ["leaflet"], ("user_id", "leaflet")),
     ],
 )
