@@ -99,9 +99,8 @@ class Log:
 def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     """The files that ``log`` names: files, directories (their Parquet and text files) and glob patterns.
 
-    In directories, hidden files, files whose name begins with an underscore, and directories that recpo wrote are
-    ignored, unless these have logs. A name with a scheme, such
-    as ``s3://``, refers to an object store (``recpo.log.locations``).
+    In directories, hidden files, files whose name begins with an underscore, and what recpo wrote (prepared data, runs,
+    fits) are ignored. A name with a scheme, such as ``s3://``, refers to an object store (``recpo.log.locations``).
 
     Raises:
         RecpoError: a name does not exist, or is a directory without such files.

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import some_of
-from recpo.log.column_facts import FEW, ColumnFacts
+from recpo.log.column_facts import FEW, ColumnFacts, words
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.files import TableSample, sample_tables
@@ -43,6 +43,8 @@ _HELD_OUT_DAYS: Final = 0.2  # of the events, at most, where periods of more tha
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
+#: Words for ratings.
+_RATINGS: Final = ("rating", "ratings", "stars", "score", "scores", "overall", "points", "grade")
 #: What stands for "not rated" where it is far from all other numbers.
 _CODES: Final = (9, 99, 999, 9999)
 #: A scale whose largest number is more than so many times the median above the least ends where so many are below.
@@ -132,7 +134,7 @@ class Inspection(Recognition):
                 return Choice("BinaryColumn", {}, f"`{rated}` is 0 or 1")
             numbers = pc.cast(self.sample.table[rated], pa.float64()).to_numpy()
             numbers = numbers[np.isfinite(numbers)]
-            missing = _missing(numbers)
+            missing = _missing(numbers, is_rating=not {*words(rated)}.isdisjoint(_RATINGS))
             numbers = numbers[numbers != missing]
             low, high = _scale(numbers, facts[rated].kind)
             why = f"`{rated}` runs from {low:g} to {high:g}"
@@ -341,18 +343,19 @@ def _timezone(values: pa.ChunkedArray) -> str | None:
     return None if zone in ("UTC", "Etc/UTC", "GMT", "Z", "+00:00", "-00:00") else zone
 
 
-def _missing(numbers: np.ndarray) -> float | None:
+def _missing(numbers: np.ndarray, is_rating: bool) -> float | None:
     """The number that means that nothing was rated, if there is one.
 
-    -1 below a scale; 0, if it is frequent and the next number is not; or a code such as 99 or -999, if it is further
-    from all others than these are from each other.
+    A code such as 99 or -999, if it is further from all others than these are from each other. Of what is called a
+    rating also -1 below a scale, and 0, if it is frequent and the next number is not; no reward is a reward of 0.
     """
     distinct, counts = np.unique(numbers, return_counts=True)
     if len(distinct) < _LEAST_SCALE:
         return None
     share, next_share = counts[:2] / len(numbers)
     is_frequent = share >= _UNRATED_SHARE and share > _UNRATED_RATIO * next_share
-    if len(distinct) <= FEW and ((distinct[0] == -1 and distinct[1] >= 0) or (distinct[0] == 0 and is_frequent)):
+    is_rating = is_rating and len(distinct) <= FEW
+    if is_rating and ((distinct[0] == -1 and distinct[1] >= 0) or (distinct[0] == 0 and is_frequent)):
         return float(distinct[0])
     for code, others in ((distinct[0], distinct[1:]), (distinct[-1], distinct[:-1])):
         is_far = np.abs(others - code).min() > others[-1] - others[0]
@@ -364,8 +367,8 @@ def _missing(numbers: np.ndarray) -> float | None:
 def _scale(numbers: np.ndarray, kind: str) -> tuple[float, float]:
     """The ends of a rating's scale.
 
-    A common scale that the values reach, else the smallest and largest value. Where few are far larger than most, as
-    numbers of plays are, all others would be next to 0: there, the largest tenth is the end.
+    A common scale that the values reach, else the smallest and largest value. Where few of many are far larger than
+    most, as numbers of plays are, all others would be next to 0: there, the largest tenth is the end.
     """
     least, most = float(numbers.min()), float(numbers.max())
     for low, high in _SCALES:
@@ -374,6 +377,6 @@ def _scale(numbers: np.ndarray, kind: str) -> tuple[float, float]:
         if low <= least and most <= high and (most == high or (kind == "number" and high == 1)):
             return low, high
     above = numbers[numbers > least]
-    if least >= 0 and most > _SKEW * np.median(above):
+    if least >= 0 and most > _SKEW * np.median(above) and len(np.unique(numbers)) > FEW:
         return least, float(f"{np.quantile(above, _LARGE):.4g}")
     return least, most

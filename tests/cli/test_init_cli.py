@@ -511,7 +511,7 @@ def test_durations_and_the_times_of_items_are_read_from_their_table(suffix, tmp_
         (range(6), 0.2, {"low": 0, "high": 5}),
         (range(1, 6), 0.5, {"low": 1, "high": 5}),
         ([99, *range(-10, 11)], 0.3, {"low": -10, "high": 10, "missing": 99}),
-        ([10, *range(3)], 0.3, {"low": 0, "high": 10}),
+        ([10, *range(3)], 0.01, {"low": 0, "high": 10}),
     ],
 )
 def test_a_number_that_is_no_rating_is_missing(numbers, share, expected, tmp_path):
@@ -697,6 +697,13 @@ def test_points_of_the_upper_half_of_a_scale_have_their_own_range(tmp_path):
     log = events().assign(rating=lambda table: 80 + 5 * (table["rating"] - 1))
     log[["user", "item", "second", "rating"]].to_parquet(tmp_path / "log.parquet")
     assert inspect_log(tmp_path / "log.parquet").label.init_args == {"low": 80, "high": 100}
+
+
+def test_no_reward_is_a_reward_of_zero(tmp_path):
+    log = events()[["user", "item", "second"]]
+    log["reward"] = np.random.default_rng(1).choice([0, 1, 5, 15], len(log), p=[0.7, 0.15, 0.1, 0.05])
+    log.to_parquet(tmp_path / "log.parquet")
+    assert inspect_log(tmp_path / "log.parquet").label.init_args == {"low": 0, "high": 15}
 
 
 def test_numbers_of_plays_have_a_scale_that_the_largest_do_not_decide(tmp_path):
