@@ -560,7 +560,7 @@ class _Recognizer:
         ]
 
     def _unlabeled(self, rest: Sequence[ColumnFacts]) -> list[str]:
-        """What it costs if no column says how good an event was, and the columns that might."""
+        """What it costs if no column says how good an event was, and the numbers, or else the words, that might."""
         if {LogColumns.WATCH_TIME, LogColumns.LABEL, LogColumns.DISLIKE} & self.columns.keys():
             return []
         for behavior, column in self.behaviors.items():
@@ -570,13 +570,13 @@ class _Recognizer:
                     f"`{own.name}` ({own.evidence}) has one value, and no column says how good other events "
                     f"were: where a missing value means no {behavior}, write 0, and it becomes the label"
                 ]
-        numbers = [one for one in rest if one.is_number and one.distinct > 1]
-        shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in numbers[:5])
+        others = [one for one in rest if one.is_number and one.distinct > 1] or [one for one in rest if one.texts[1:]]
+        shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in others[:5])
         remedy = "if one is feedback, pass --columns.watch_time, --columns.label or --columns.dislike NAME"
+        said = f"others: {shown}: {remedy}" if shown else "the log has no other column that could say it"
         return [
             "no column says how good an event was, so every event has the same label: a policy can imitate what users "
-            "open, but it cannot be aligned with what they like; "
-            + (f"other numbers: {shown}: {remedy}" if shown else "the log has no other number that could say it")
+            f"open, but it cannot be aligned with what they like; {said}"
         ]
 
 

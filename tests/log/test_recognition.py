@@ -397,6 +397,8 @@ def test_without_any_feedback_the_cost_and_the_other_numbers_are_named():
     assert "every event has the same label" in doubt
     assert "`volume` (0 to 97; 40 distinct)" in doubt
     assert "city" not in doubt
+    (doubt,) = recognize(facts(**BASE, direction=["left", "right"] * 20)).doubts
+    assert "others: `direction` (left, right; 2 distinct)" in doubt
     assert recognize(facts(**BASE, hated=[0, 1] * 20)).doubts == ()
 
 
