@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from recpo.base.features import is_text
 from recpo.base.frames import some_of
 from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, is_fixed, plain_name, rank_as
+from recpo.log.event_kinds import are_kinds
 from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import TableSample, together
 from recpo.log.recognition import Recognition, recognize
@@ -361,6 +362,8 @@ class LogReading:
             extra = ", ".join(f"`{name}`" for name in sample.partial)
             also = f"; not all of them have {extra}, which is not read" if extra else ""
             doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}{also}")
+            if are_kinds(sorted({file.name.partition(".")[0] for file in sample.files})):
+                doubts.append(f"{names} are called as kinds of events, which count alike: write a column of kinds")
         read = [one for one, _ in self.tables.values()]
         doubts += [self._not_read(one) for one in self.others if not any(one is table for table in read)]
         if sample.nested:

@@ -771,3 +771,11 @@ def test_what_names_of_directories_say_is_reported_and_asked_for_where_there_is_
     (question,) = inspect_log(tmp_path).questions
     assert question.startswith("timestamp: `day`")
     assert inspect_log(tmp_path, columns=Columns(time_unit="none")).questions == ()
+
+
+@pytest.mark.parametrize(("names", "said"), [(["shop-views", "shop-purchases"], 1), (["2026-01", "2026-02"], 0)])
+def test_files_that_are_called_as_kinds_of_events_are_doubted(names, said, tmp_path):
+    for name in names:
+        events()[["user", "item", "second"]].to_csv(tmp_path / f"{name}.csv", index=False)
+    doubts = inspect_log(tmp_path).doubts
+    assert sum("are called as kinds of events" in doubt for doubt in doubts) == said
