@@ -144,6 +144,10 @@ class LogReading:
         numbers = [one for one in texts if one.kind == "text" and self._share(one.name, _DECIMAL_COMMA) >= 0.9]
         doubt = "`{}` ({}) is not read: write numbers with points, not with commas"
         self.doubts += [doubt.format(one.name, ", ".join(one.examples)) for one in numbers]
+        doubt = "`{}` ({}) is not read, so the events of a day have no order: write it behind the dates, as one column"
+        clocks = [one for one in texts if rank_as(LogColumns.TIMESTAMP, one.name) is not None and one.kind == "text"]
+        clocks = [one for one in clocks if self._share(one.name, r"^[0-9]{1,2}:[0-9]{2}") >= MOSTLY]
+        self.doubts += [doubt.format(one.name, ", ".join(one.examples)) for one in clocks]
 
     def leave_rows_out(self) -> None:
         """Keeps the rows with a user, an item and a time that is not far from all others; asks if most have none."""

@@ -241,6 +241,12 @@ def test_dates_and_numbers_of_other_forms_are_named(tmp_path, column, values, gi
     assert not any("no column has times" in doubt for doubt in found.doubts)
 
 
+def test_the_time_of_day_in_a_column_of_its_own_is_named(tmp_path):
+    rows = [f"u{n % 7},i{n % 5},2026-01-{1 + n % 28:02d},{n % 24:02d}:05\n" for n in range(60)]
+    (tmp_path / "log.csv").write_text("user_id,item_id,date,time\n" + "".join(rows))
+    assert any(doubt.startswith("`time` (00:05, 01:05, 02:05) is not read") for doubt in inspect_log(tmp_path).doubts)
+
+
 def test_parts_without_rows_and_with_other_ids_are_one_log(tmp_path):
     names = "user_id,item_id,timestamp\n"
     rows = [f"{number % 7},{number % 5},2026-01-{1 + number % 9:02d}\n" for number in range(60)]
