@@ -139,6 +139,11 @@ class LogReading:
             remedy = "write ISO times such as 2026-01-31T18:30:00 (pandas.to_datetime with a format), or seconds since"
             without = _WITHOUT_TIMES if unit is None else "to do without times, pass --columns.time_unit order"
             self.questions.append(f"{shown}: {remedy} 1970; {without}")
+        parts = [name for name in self.facts if plain_name(name) in ("year", "month", "day")]
+        has_time = self.found.column(LogColumns.TIMESTAMP) is not None or self.given.time_unit is not None
+        if len(parts) == 3 and not has_time:
+            shown = f"timestamp: {', '.join(f'`{name}`' for name in parts)} are parts of dates"
+            self.questions.append(f"{shown}: write one column (pandas.to_datetime); {_WITHOUT_TIMES}")
         asked = self.found.questions
         texts = [self.facts[name] for name in self.found.unused if not any(f"`{name}`" in one for one in asked)]
         numbers = [one for one in texts if one.kind == "text" and self._share(one.name, _DECIMAL_COMMA) >= 0.9]

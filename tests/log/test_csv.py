@@ -247,6 +247,14 @@ def test_the_time_of_day_in_a_column_of_its_own_is_named(tmp_path):
     assert any(doubt.startswith("`time` (00:05, 01:05, 02:05) is not read") for doubt in inspect_log(tmp_path).doubts)
 
 
+def test_parts_of_dates_are_asked_about(tmp_path):
+    rows = [f"u{n % 7},i{n % 5},2026,{1 + n % 12},{1 + n % 28}\n" for n in range(60)]
+    (tmp_path / "log.csv").write_text("user_id,item_id,Year,Month,Day\n" + "".join(rows))
+    (question,) = inspect_log(tmp_path).questions
+    assert question.startswith("timestamp: `Year`, `Month`, `Day` are parts of dates")
+    assert inspect_log(tmp_path, columns=Columns(time_unit="none")).questions == ()
+
+
 def test_parts_without_rows_and_with_other_ids_are_one_log(tmp_path):
     names = "user_id,item_id,timestamp\n"
     rows = [f"{number % 7},{number % 5},2026-01-{1 + number % 9:02d}\n" for number in range(60)]
