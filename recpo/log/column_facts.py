@@ -20,7 +20,7 @@ _FIRST_MS: Final = datetime(1995, 1, 1, tzinfo=UTC).timestamp() * 1000
 _LAST_MS: Final = datetime(2040, 1, 1, tzinfo=UTC).timestamp() * 1000
 MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
 _EXAMPLES: Final = 3
-_FEW: Final = 20
+FEW: Final = 20
 _MOST_SECONDS: Final = {"watch_time": (0.5, 7_200.0, 28_800.0), "duration": (1.0, 14_400.0, 86_400.0)}
 
 
@@ -91,8 +91,9 @@ class ColumnFacts:
 
     @property
     def is_clock(self) -> bool:
-        """Whether the values are times."""
-        return self.kind == "time" or self.dated >= MOSTLY or (self.distinct > 1 and len(self.clock_units) == 1)
+        """Whether the values are times, and not one only."""
+        is_time = self.kind == "time" or self.dated >= MOSTLY or len(self.clock_units) == 1
+        return self.distinct > 1 and is_time
 
     @property
     def evidence(self) -> str:
@@ -125,7 +126,7 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     dated = pc.match_substring_regex(known, DATED).cast(pa.int64())
     share = (pc.sum(dated).as_py() or 0) / max(1, len(known))
     distinct = pc.count_distinct(known).as_py()
-    texts = tuple(sorted(map(str, known.unique().to_pylist()))) if distinct <= _FEW else ()
+    texts = tuple(sorted(map(str, known.unique().to_pylist()))) if distinct <= FEW else ()
     return ColumnFacts(name, "text", rows, values.null_count, distinct, dated=share, examples=examples, texts=texts)
 
 
@@ -141,7 +142,7 @@ def _number_facts(name: str, numbers: np.ndarray) -> ColumnFacts:
     if not len(known):
         return ColumnFacts(name, "other", rows, nulls, 0)
     distinct = np.unique(known)
-    few = tuple(distinct.tolist()) if len(distinct) <= _FEW else None
+    few = tuple(distinct.tolist()) if len(distinct) <= FEW else None
     whole = bool((known == np.floor(known)).all())
     kind: Kind = "flag" if few is not None and set(few) <= {0.0, 1.0} else "whole" if whole else "number"
     positive = known[known > 0]
@@ -249,7 +250,7 @@ def watch_shares(
         numbers = _numbers(table[column])
         for unit in ("s", "ms", "us", "min"):
             one = _share(column, unit, numbers * MILLISECONDS_PER_UNIT[unit] / 1000.0, seconds)
-            if one is not None and not _is_fixed(table, column, item):
+            if one is not None and not is_fixed(table, column, item):
                 found.append(one)
     return found
 
@@ -270,12 +271,12 @@ def _share(column: str, unit: str, watched: np.ndarray, duration: np.ndarray) ->
     return WatchShare(column, unit, within, bool(follows or ends >= _ENDS))
 
 
-def _is_fixed(table: pa.Table, column: str, item: str | None) -> bool:
-    """Whether nearly every item has one value."""
-    if item is None:
+def is_fixed(table: pa.Table, column: str, key: str | None, least_rows: int = 2) -> bool:
+    """Whether nearly every item, or user, has one value, with so many rows for each in the mean."""
+    if key is None:
         return False
-    pairs, items = (table.group_by(keys).aggregate([]).num_rows for keys in ([item, column], [item]))
-    return bool(items < table.num_rows / 2 and pairs <= 1.1 * items)
+    pairs, keys = (table.group_by(names).aggregate([]).num_rows for names in ([key, column], [key]))
+    return bool(keys * least_rows < table.num_rows and pairs <= 1.1 * keys)
 
 
 #: What items are called, parts before wholes; with a unit of time or "length" after it, it is the item's duration.
@@ -295,6 +296,7 @@ _PEOPLE: Final = (
     *("customer", "member", "visitor", "listener", "viewer", "reader", "reviewer", "buyer", "player", "shopper"),
     *("subscriber", "account", "profile", "client", "learner", "student", "guest", "traveler", "applicant"),
     *("candidate", "patron", "person", "participant", "respondent", "rater", "taster", "contact", "recipient", "card"),
+    *("borrower", "voter", "follower", "swiper", "bidder", "investor", "donor"),
 )
 #: Last words of ids; "id" in the tables of names.
 _IDS: Final = ("id", "guid", "uuid", "code", "no", "nr", "number", "hash", "key", "uri", "slug", "ref")
@@ -305,13 +307,17 @@ _NO_ITEMS: Final = frozenset(
     | {"artist", "brand", "review", "row", "parent", "city", "country", "region", "group", "page", "tab", "campaign"}
     | {"zip", "postal", "post", "status", "error", "phone", "house", "version", "currency", "language", "promo"}
     | {"auction", "visit", "impression", "slate", "query", "search", "placement", "experiment", "variant"}
+    | {"invoice", "basket", "receipt", "display", "brewery", "winery", "publisher", "studio", "manufacturer"}
 )
 
 #: Words of ratings that are not the user's.
 _OF_OTHERS: Final = frozenset({"avg", "average", "mean", "median", "content", "age", "predicted", "imdb", "critic"})
 
-#: Names of labels that are the model's as often: they count where nothing says what users did.
-MODEL_SCORES: Final = ("score", "relevance", "target", "weight", "points")
+#: How often people played something, in logs of triples.
+_COUNTS: Final = ("plays", "playcount", "numplays", "totalplays", "listens", "listencount", "scrobbles")
+
+#: Names of labels that are the model's, or the item's, as often: they count where nothing says what users did.
+MODEL_SCORES: Final = ("score", "relevance", "target", "weight", "points", *_COUNTS)
 
 #: Words of the time of an event, where another column says when it ended or was received.
 BEGINS: Final = frozenset({"start", "started", "begin", "began", "sent", "event", "created", "shown", "occurred"})
@@ -366,6 +372,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview", "feedback"),
         *("percentwatched", "watchedpercent", "watchpercent", "pctwatched", "watchedpct", "completedpct", "progress"),
         *("progresspct", "progresspercent", "percentcomplete", "percentcompleted", "points"),
+        *_COUNTS,
     ),
     LogColumns.PROPENSITY: (
         *("propensity", "propensityscore", "pscore", "loggingprobability", "behaviorprobability", "probability"),
@@ -425,7 +432,7 @@ def unit_of_name(name: str) -> str | None:
 
 
 #: First and last words of flags that add nothing.
-_BEFORE_FLAGS, _AFTER_FLAGS = ("is", "has", "was", "did", "had"), ("bool", "flag", "ind", "indicator", "yn")
+_BEFORE_FLAGS, _AFTER_FLAGS = ("is", "has", "was", "did", "had", "my"), ("bool", "flag", "ind", "indicator", "yn")
 
 
 def plain_name(name: str) -> str:
@@ -464,13 +471,15 @@ def rank_as(column: str, name: str) -> int | None:
     is_measure = column == LogColumns.ITEM_ID and unit_of_name(name) is not None
     said, variants = words(name), [full] if is_measure else [full, plain]
     if column in (LogColumns.ITEM_ID, LogColumns.USER_ID) and len(said) > 1 and said[-1] in _IDS:
-        variants.append("".join(said[:-1]) + "id")  # member_no, gameCode
+        named = said[:-2] if len(said) > 2 and said[-2] in _IDS else said[:-1]
+        variants.append("".join(named) + "id")  # member_no, gameCode, session_id_hash
     found = next((names.index(one) for one in variants if one in names), None)
     if column == LogColumns.LABEL and unit_of_name(name) is not None:
         return None  # response_seconds
     if found is not None or column != LogColumns.LABEL or _OF_OTHERS & set(words(name)):
         return found
-    return len(names) if words(name)[-1:] in (["rating"], ["stars"]) else None  # Book-Rating
+    said = [word for word in said if not word.isdigit()]
+    return len(names) if said[-1:] in (["rating"], ["stars"]) else None  # Book-Rating, Rating (1-5)
 
 
 def bound_of(name: str) -> str | None:

@@ -8,7 +8,7 @@ import codecs
 import csv
 import io
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError
+from recpo.base.features import is_text
 from recpo.log.column_facts import rank_as
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.log.locations import Place, writable
@@ -39,11 +40,14 @@ _ZERO_LED: Final = r"^0[0-9]+$"  # ids such as 007
 _LONG: Final = r"^[0-9]{19,}$"  # of which floating-point numbers keep the first digits
 _POINTED: Final = r"^-?[0-9]{1,15}\.0$"  # integers as they are written beside missing values, which made them floats
 _NUMBER: Final = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$|^[+-]?(inf|Inf|INF|infinity|Infinity)$"
-_ABSENT: Final = pa.array(["", "nan", "NaN", "NAN", "NA", "N/A", "n/a", "null", "NULL", "Null", "None", "none"])
+#: texts that mean that there is no value; the last one is that of dumps of databases
+_ABSENT: Final = pa.array(
+    ["", "nan", "NaN", "NAN", "NA", "N/A", "#N/A", "n/a", "<NA>", "NaT", "null", "NULL", "Null", "None", "none", r"\N"]
+)
 _TRUE: Final = pa.array(["true", "True", "TRUE"])
 _FALSE: Final = pa.array(["false", "False", "FALSE"])
 _HEADER_BYTES: Final = 1 << 20
-_DELIMITERS: Final = (",", "\t", ";", "::", "|", " ")
+_DELIMITERS: Final = (",", "\t", ";", "::", "|", "\x01", "^", " ")  # \x01: Hive
 _RATINGS: Final = ("userId", "movieId", "rating", "timestamp")  # MovieLens 100K, 1M and 10M, in this order
 
 
@@ -130,7 +134,11 @@ class _ColumnFacts:
 
 
 def csv_to_parquet(
-    path: Place, staged: Place, sources: Mapping[str, str | FlagColumn], form: CsvFormat
+    path: Place,
+    staged: Place,
+    sources: Mapping[str, str | FlagColumn],
+    form: CsvFormat,
+    texts: Collection[str] = (),
 ) -> tuple[list[str], list[Fault], list[int], list[str]]:
     """Writes some columns of a CSV file to a Parquet file.
 
@@ -140,6 +148,7 @@ def csv_to_parquet(
         sources: standard name -> name in the log, or flag that is read from values: its column is kept as texts, unless
             another standard column reads numbers from it.
         form: its delimiter, and its column names if it has no header line.
+        texts: standard names of columns that stay texts.
 
     Returns:
         The file's column names; faults (rows with too few or too many values, text in columns of numbers); the numbers
@@ -150,7 +159,7 @@ def csv_to_parquet(
     """
     names = header(path, form)
     used = {column: name for column, one in sources.items() if names.count(name := name_of(one)) == 1}
-    flags = {column for column in used if isinstance(sources[column], FlagColumn)}
+    flags = {column for column in used if isinstance(sources[column], FlagColumn) or column in texts}
     reader = _Reader(path, names, sorted({names.index(name) for name in used.values()}), form)
     facts = {name: _ColumnFacts(column) for column, name in used.items()}
     row = 0
@@ -161,13 +170,13 @@ def csv_to_parquet(
     ragged = sorted(reader.ragged)
     kinds = {name: pa.string() for column, name in used.items() if column in flags}
     kinds |= {name: _kind(column, facts[name]) for column, name in used.items() if column not in flags}
-    texts = {name for column, name in used.items() if column in flags and pa.types.is_string(kinds[name])}
+    known = {name for column, name in used.items() if column in (*flags, *LogColumns.IDS) and is_text(kinds[name])}
     reader = _Reader(path, names, reader.positions, form)
     schema = pa.schema([(name, kinds[name]) for name in facts])
     with writable(staged) as sink, pq.ParquetWriter(sink, schema) as writer:
         for batch in reader.batches():
             read = {name: batch.column(f"c{names.index(name)}") for name in facts}
-            columns = [_known(text) if name in texts else _cast(text, kinds[name]) for name, text in read.items()]
+            columns = [_known(text) if name in known else _cast(text, kinds[name]) for name, text in read.items()]
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
     faults, warnings = _ragged_faults(path, names, reader.ragged), []
     for column, name in used.items():
@@ -212,9 +221,10 @@ def first_rows(path: Place, form: CsvFormat, most_rows: int) -> tuple[pa.Table, 
         size += (pc.sum(pc.binary_length(values)).as_py() or 0) + len(values)
         kind = _kind(FEATURE, facts)
         is_id = any(rank_as(role, name) is not None for role in (LogColumns.USER_ID, LogColumns.ITEM_ID))
-        is_text = pc.any(pc.match_substring_regex(values, _LONG)).as_py()
-        is_text = is_text or (is_id and facts.values > facts.whole + facts.pointed)
-        columns.setdefault(name, values if pa.types.is_floating(kind) and is_text else _cast(values, kind))
+        is_long = pc.any(pc.match_substring_regex(values, _LONG)).as_py()
+        is_long = is_long or (is_id and facts.values > facts.whole + facts.pointed)
+        kind = pa.string() if is_long and pa.types.is_floating(kind) else kind
+        columns.setdefault(name, _known(values) if is_text(kind) else _cast(values, kind))
     return pa.table(columns), len(reader.ragged), size
 
 

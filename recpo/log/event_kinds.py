@@ -178,7 +178,7 @@ def _event_kind(text: str) -> str | None:
     plain = _plain(text)
     if plain.startswith(_UNDONE):
         return "undone"
-    for one in (text, plain.removesuffix("s"), *words(text)):
+    for one in (text, plain.removesuffix("s"), *words(text), *(word.removesuffix("s") for word in words(text))):
         if (behavior := behavior_of(one)) is not None:
             return behavior
         if kind := next((kind for kind, names in _OTHER_KINDS.items() if _plain(one) in names), None):

@@ -108,6 +108,7 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
         # An offset in the string is used; without one, the string is UTC. The accepted formats are checked here because
         # engines disagree: Spark reads "2024" as a year and "12:00" as a time of the current day.
         dated = ibis.ifelse(column.re_search(DATED), column, ibis.null("string"))
+        dated = dated.replace(" +", "+").replace(" -", "-")  # an offset after a space, as Snowflake writes it
         return counted.coalesce(_plausible(_clock_ms(dated.try_cast("timestamp('UTC')").cast("timestamp"))))
     return _numeric_ms(column, unit)
 

@@ -16,6 +16,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recpo.artifacts.checksums import MARKER, kind_of
 from recpo.base.errors import Code, RecpoError, first_line
 from recpo.base.features import expected_type, is_list, is_text
 from recpo.base.frames import some_of
@@ -27,8 +28,17 @@ from recpo.log.locations import Location, Place, locate, readable
 from recpo.log.schema import ANY, Columns, Fault, FlagColumn, LogColumns, name_of
 
 _SUFFIXES: Final = (".parquet", *csv_files.SUFFIXES)
+#: directories of recpo in which logs are; None: not one of recpo
+_KINDS_WITH_LOGS: Final = (None, "simulation", "impressions", "loop", "demo")
 #: columns that the engines add when they read files
 _RESERVED: Final = frozenset({"filename", "file_row_number", Engine.FILE, Engine.ROW})
+#: how pandas reads other files, by the endings of their names
+_READERS: Final = {
+    **dict.fromkeys(("json", "jsonl", "ndjson"), "read_json(FILE, lines=True)"),
+    **dict.fromkeys(("xls", "xlsx"), "read_excel(FILE)"),
+    **dict.fromkeys(("pkl", "pickle"), "read_pickle(FILE)"),
+    **{name: f"read_{name}(FILE)" for name in ("feather", "orc")},
+}
 _LIKE: Final = 0.6  # similarity from which a column name is suggested for another
 
 
@@ -89,8 +99,8 @@ class Log:
 def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
     """The files that ``log`` names: files, directories (their Parquet and text files) and glob patterns.
 
-    In directories, hidden files and files whose name begins with an underscore are ignored. A name with a scheme, such
-    as ``s3://``, refers to an object store (``recpo.log.locations``).
+    In directories, hidden files, files whose name begins with an underscore, and what recpo wrote (prepared data, runs,
+    fits) are ignored. A name with a scheme, such as ``s3://``, refers to an object store (``recpo.log.locations``).
 
     Raises:
         RecpoError: a name does not exist, or is a directory without such files.
@@ -102,8 +112,11 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
         if not files:
             problem = "no such file, or nothing matches this glob"
             if isinstance(place, Path) and place.is_dir():
-                inside = some_of(sorted(file.name for file in place.iterdir())) or "nothing"
-                problem = f"the directory has no {', '.join(_SUFFIXES)} file: write one; it has {inside}"
+                inside = sorted(file.name for file in place.iterdir())
+                texts = [str(place / file) for file in inside if csv_files.is_text_file(place / file)]
+                remedy = f"name the files ({some_of(texts)})" if texts else "write one"
+                problem = f"the directory has no {', '.join(_SUFFIXES)} file: {remedy}; it has "
+                problem += some_of(inside) or "nothing"
             raise RecpoError(f"{what} {name}: {problem}", code="missing_file", field=what)
         # A file under two names is read once.
         found |= {os.path.realpath(file) if isinstance(file, Path) else file: file for file in files}
@@ -112,7 +125,11 @@ def find_files(log: str | Sequence[str], what: str = "log") -> list[Place]:
 
 def _local_files(path: Path) -> Sequence[Place]:
     if path.is_dir():
-        return [file for file in sorted(path.rglob("*")) if _belongs(file.relative_to(path)) and file.is_file()]
+        files = sorted(path.rglob("*"))
+        written = {file.parent for file in files if file.name == MARKER and file.parent != path}
+        written = {root for root in written if kind_of(root) not in _KINDS_WITH_LOGS}
+        files = [file for file in files if _belongs(file.relative_to(path)) and file.is_file()]
+        return [file for file in files if written.isdisjoint(file.parents)]
     if path.is_file():
         return [path]
     return [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
@@ -189,7 +206,7 @@ def open_log(
         return _expected_type(column, kind, source if isinstance(source, FlagColumn) else None)
 
     columns, missing = settle_columns(opened, wanted, needed, _remedy)
-    types, mistyped = settle_types(opened, columns, expected)
+    types, mistyped = settle_types(files or opened, columns, expected)
     types |= {column: pa.int64() for column in LogColumns.IDS if pa.types.is_floating(types.get(column, pa.null()))}
     faulty = missing.keys() | (columns.keys() - types.keys())
     columns = {column: name for column, name in columns.items() if column in types}
@@ -204,8 +221,11 @@ def open_files(
     work: Place,
     what: str,
     form: CsvFormat | None = None,
+    texts: Set[str] = frozenset(),
 ) -> tuple[list[LogFile], list[Fault]]:
     """The readable files of a log or table.
+
+    Ids that are words in one text file and numbers in another are texts in both.
 
     Args:
         paths: the files.
@@ -213,6 +233,7 @@ def open_files(
         work: a directory for temporary files.
         what: name of the log or table in messages.
         form: delimiter and column names of text files; None = those of a table, each file by its first line.
+        texts: standard names of ids that are texts in all text files.
 
     Returns:
         The files whose rows can be used, and all faults.
@@ -220,7 +241,7 @@ def open_files(
     opened, faults = list[LogFile](), list[Fault]()
     for number, path in enumerate(paths):
         try:
-            file, found = _open_file(path, sources, work / f"{what}-{number}.parquet", form)
+            file, found = _open_file(path, sources, work / f"{what}-{number}.parquet", form, texts)
         except RecpoError as error:
             faults.append(Fault(path.name, None, str(error), "write the file again, or leave it out", code=error.code))
             continue
@@ -229,17 +250,29 @@ def open_files(
             continue
         faults += found
         opened += [file] if file is not None else []
-    return opened, faults
+    mixed = _mixed_ids(opened, sources)
+    return open_files(paths, sources, work, what, form, mixed | texts) if mixed - texts else (opened, faults)
+
+
+def _mixed_ids(files: Sequence[LogFile], sources: Mapping[str, str | FlagColumn]) -> set[str]:
+    """Standard names of ids that are texts in some of the text files only."""
+    schemas = [file.schema for file in files if file.rows and csv_files.is_text_file(Path(file.shown))]
+    found = set()
+    for column in sources.keys() & set(LogColumns.IDS):
+        name = name_of(sources[column])
+        kinds = {is_text(schema.field(name).type) for schema in schemas if name in schema.names}
+        found |= {column} if len(kinds) > 1 else set()
+    return found
 
 
 def _open_file(
-    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat | None
+    path: Place, sources: Mapping[str, str | FlagColumn], staged: Place, form: CsvFormat | None, texts: Set[str]
 ) -> tuple[LogFile | None, list[Fault]]:
     """Opens one file as ``open_files`` does; a text file is first converted to the Parquet file ``staged``."""
     read, names, faults, left_out, warnings = path, None, list[Fault](), list[int](), list[str]()
     if csv_files.is_text_file(path):
         read, form = staged, form or csv_files.table_format(path)
-        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form)
+        names, faults, left_out, warnings = csv_files.csv_to_parquet(path, staged, sources, form, texts)
     with pq.ParquetFile(readable(read)) as parquet:
         rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
     used = [name for name in dict.fromkeys(map(name_of, sources.values())) if name in (names or schema.names)]
@@ -287,6 +320,9 @@ def unreadable(path: Place, error: Exception) -> Fault:
             starts_well = handle.read(4) == b"PAR1"
         kind = "a truncated or damaged Parquet file" if starts_well else "not a Parquet file"
         problem = f"{kind}, {size:,} bytes ({first_line(error)})"
+        reader = next((_READERS[part] for part in path.name.lower().split(".") if part in _READERS), None)
+        if reader is not None and not starts_well:
+            problem = f"recpo reads Parquet and delimited text: write it as Parquet (pandas.{reader}.to_parquet)"
     fix = "write or copy the file again, or leave it out"
     return Fault(path.name, None, problem, fix, code="wrong_file" if size else "empty")
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from recpo.base.errors import RecpoError
 from recpo.base.frames import some_of
-from recpo.log.column_facts import ColumnFacts
+from recpo.log.column_facts import FEW, ColumnFacts, words
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.files import TableSample, sample_tables
@@ -26,6 +26,8 @@ from recpo.log.recognition import Recognition
 from recpo.log.schema import MILLISECONDS_PER_UNIT, Columns, FlagColumn, LogColumns
 from recpo.log.shaping import estimated_duration_exponent
 
+#: The offset at the end of a time of day: +05:30, +0530 or +02.
+_OFFSET: Final = r":[0-9]{2}(?:\.[0-9]+)? ?(?P<offset>[+-][0-9]{2}(?::?[0-9]{2})?)$"
 _SCALES: Final = ((0, 1), (0.5, 5), (1, 5), (0, 5), (1, 10), (0, 10), (0, 100))
 #: ``smoothing`` of the ranks of watch times, by which policies of all kinds are worth more (docs/your_own_log.md).
 _SMOOTHING: Final = 10
@@ -41,6 +43,12 @@ _HELD_OUT_DAYS: Final = 0.2  # of the events, at most, where periods of more tha
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
+#: Words for ratings.
+_RATINGS: Final = ("rating", "ratings", "stars", "score", "scores", "overall", "points", "grade")
+#: What stands for "not rated" where it is far from all other numbers.
+_CODES: Final = (9, 99, 999, 9999)
+#: A scale whose largest number is more than so many times the median above the least ends where so many are below.
+_SKEW, _LARGE = 4.0, 0.9
 
 
 @dataclass(frozen=True)
@@ -124,12 +132,18 @@ class Inspection(Recognition):
         if rated is not None and facts[rated].distinct > 1:
             if facts[rated].kind == "flag":
                 return Choice("BinaryColumn", {}, f"`{rated}` is 0 or 1")
-            missing = _missing(facts[rated], self.sample.table[rated])
-            low, high = _scale(facts[rated], missing)
+            numbers = pc.cast(self.sample.table[rated], pa.float64()).to_numpy()
+            numbers = numbers[np.isfinite(numbers)]
+            missing = _missing(numbers, is_rating=not {*words(rated)}.isdisjoint(_RATINGS))
+            numbers = numbers[numbers != missing]
+            low, high = _scale(numbers, facts[rated].kind)
             why = f"`{rated}` runs from {low:g} to {high:g}"
+            if high < numbers.max():
+                why += f", as few of its values are larger, up to {numbers.max():g}"
             if missing is None:
                 return Choice("NumericColumn", {"low": low, "high": high}, why)
-            why += f", and {missing:g} is read as not rated; if it is a rating, remove missing, and set low to it"
+            end = "low" if missing < low else "high"
+            why += f", and {missing:g} is read as not rated; if it is a rating, remove missing, and set {end} to it"
             return Choice("NumericColumn", {"low": low, "high": high, "missing": missing}, why)
         if watch is not None:
             why = f"the rank of `{watch}` among the user's watch times, as there is no duration, smoothed with "
@@ -225,6 +239,7 @@ def inspect_log(
     """
     named = (fspath(log),) if isinstance(log, str | PathLike) else tuple(fspath(name) for name in log)
     reading = LogReading.of(sample_tables(list(named), csv), columns)
+    reading.leave_columns_out()
     reading.read_texts()
     reading.leave_rows_out()
     reading.read_tables()
@@ -319,34 +334,49 @@ def _timezone(values: pa.ChunkedArray) -> str | None:
     if pa.types.is_timestamp(values.type):
         zone = values.type.tz
     elif pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        offsets = pc.extract_regex(values.drop_null(), r"[0-9](?P<offset>[+-][0-9]{2}:[0-9]{2})$").drop_null()
+        offsets = pc.extract_regex(values.drop_null(), _OFFSET).drop_null()
         counts = pc.value_counts(pc.struct_field(offsets, "offset")).to_pylist() if len(offsets) else []
-        zone = max(counts, key=lambda one: one["counts"])["values"] if counts else None
+        digits = max(counts, key=lambda one: one["counts"])["values"].replace(":", "") if counts else None
+        zone = None if digits is None else f"{digits[:3]}:{digits[3:] or '00'}"
     else:
         zone = None
     return None if zone in ("UTC", "Etc/UTC", "GMT", "Z", "+00:00", "-00:00") else zone
 
 
-def _missing(facts: ColumnFacts, values: pa.ChunkedArray) -> float | None:
-    """The number that means that nothing was rated: -1 below a scale, or 0, if it is frequent and the next is not."""
-    if facts.few is None or len(facts.few) < _LEAST_SCALE:
+def _missing(numbers: np.ndarray, is_rating: bool) -> float | None:
+    """The number that means that nothing was rated, if there is one.
+
+    A code such as 99 or -999, if it is further from all others than these are from each other. Of what is called a
+    rating also -1 below a scale, and 0, if it is frequent and the next number is not; no reward is a reward of 0.
+    """
+    distinct, counts = np.unique(numbers, return_counts=True)
+    if len(distinct) < _LEAST_SCALE:
         return None
-    least, following = facts.few[:2]
-    numbers = pc.cast(values, pa.float64())
-    share, next_share = (pc.mean(pc.equal(numbers, one)).as_py() for one in (least, following))
+    share, next_share = counts[:2] / len(numbers)
     is_frequent = share >= _UNRATED_SHARE and share > _UNRATED_RATIO * next_share
-    return least if (least == -1 and following >= 0) or (least == 0 and is_frequent) else None
+    is_rating = is_rating and len(distinct) <= FEW
+    if is_rating and ((distinct[0] == -1 and distinct[1] >= 0) or (distinct[0] == 0 and is_frequent)):
+        return float(distinct[0])
+    for code, others in ((distinct[0], distinct[1:]), (distinct[-1], distinct[:-1])):
+        is_far = np.abs(others - code).min() > others[-1] - others[0]
+        if is_far and abs(code) in _CODES:
+            return float(code)
+    return None
 
 
-def _scale(facts: ColumnFacts, missing: float | None) -> tuple[float, float]:
-    """The ends of a rating's scale: a common scale that the values reach, else the smallest and largest value."""
-    least, most = facts.least or 0.0, facts.most or 1.0
-    if missing is not None:
-        assert facts.few is not None
-        least = facts.few[1]
+def _scale(numbers: np.ndarray, kind: str) -> tuple[float, float]:
+    """The ends of a rating's scale.
+
+    A common scale that the values reach, else the smallest and largest value. Where few of many are far larger than
+    most, as numbers of plays are, all others would be next to 0: there, the largest tenth is the end.
+    """
+    least, most = float(numbers.min()), float(numbers.max())
     for low, high in _SCALES:
-        if (facts.kind != "number" and low != int(low)) or least > (low + high) / 2:
+        if (kind != "number" and low != int(low)) or least > (low + high) / 2:
             continue  # a scale of halves has values with fractions, and points from 80 to 100 are none from 0 on
-        if low <= least and most <= high and (most == high or (facts.kind == "number" and high == 1)):
+        if low <= least and most <= high and (most == high or (kind == "number" and high == 1)):
             return low, high
+    above = numbers[numbers > least]
+    if least >= 0 and most > _SKEW * np.median(above) and len(np.unique(numbers)) > FEW:
+        return least, float(f"{np.quantile(above, _LARGE):.4g}")
     return least, most

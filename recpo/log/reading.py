@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 
 from recpo.base.features import is_text
 from recpo.base.frames import some_of
-from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, plain_name, rank_as
+from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, is_fixed, plain_name, rank_as
+from recpo.log.event_kinds import are_kinds
 from recpo.log.feature_columns import PRESET_FEATURES
 from recpo.log.files import TableSample, together
 from recpo.log.recognition import Recognition, recognize
@@ -22,13 +23,23 @@ from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, PRESET
 
 _FIRST_DAY, _LAST_DAY = 365.0, 47_482.0  # 1971-01-01 and 2100-01-01
 _DATED: Final = r"^(197[1-9]|19[89][0-9]|20[0-9]{2})[-/](0?[1-9]|1[0-2])[-/](0?[1-9]|[12][0-9]|3[01])"
-_OTHER_DATE: Final = r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}\b"
+#: 31.01.2026; Sat Jan 31 18:30:00 +0000 2026; 20260131; 2026-01-31 06:30 PM
+_OTHER_DATE: Final = (
+    r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}\b"
+    r"|(?i:\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}\b.*\b(19|20)[0-9]{2}\b)"
+    r"|^(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])([0-9]{2}){0,3}$"
+    r"|(?i:[0-9] ?[ap]\.?m\.?$)"
+)
+_DAY: Final = r"^(?P<year>[0-9]{4})[-/](?P<month>[0-9]{1,2})[-/](?P<day>[0-9]{1,2})"
 _DECIMAL_COMMA: Final = r"^-?[0-9]+(\.[0-9]{3})*,[0-9]+$"
 #: At most this share of the rows are of wrong clocks, further from the others than this multiple of their span.
 _CLOCKS, _FAR = 0.005, 10.0
 _OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not available by a column of their table
 _MOSTLY_KNOWN: Final = 0.9  # of the ids of a log, at least, are in the table of them
+_WITHOUT_TIMES: Final = "to do without times, pass --columns.time_unit none"
 _NAMES_SHOWN: Final = 8
+_MANY_ROWS: Final = 100  # so many rows have users and items that come again
+_ROWS_OF_ID: Final = 5  # of a user or item in the mean, at least, tell feedback from what it has once
 
 
 @dataclass
@@ -46,6 +57,7 @@ class LogReading:
         left_out: options of ``prepare`` that leave out rows without a user, item or time, or of wrong clocks.
         table_columns: columns of the tables: durations, times of availability, and ids with other names than in the
             log, by the options of ``FeatureColumns``.
+        no_feedback: columns called like feedback that say something of users or items.
     """
 
     sample: TableSample
@@ -55,6 +67,7 @@ class LogReading:
     doubts: list[str] = field(default_factory=list)
     left_out: dict[str, Any] = field(default_factory=dict)
     table_columns: dict[str, Any] = field(default_factory=dict)
+    no_feedback: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         table = self.sample.table
@@ -115,19 +128,31 @@ class LogReading:
             return pa.table({})
 
     def read_texts(self) -> None:
-        """Asks for the time if it is text of another form, and doubts numbers with decimal commas."""
-        time = self._unread_time() if self.given.time_unit != "none" else None
+        """Asks for the time if it is written in another form, and doubts numbers with decimal commas."""
+        time = self._unread_time() if self.given.time_unit is None else None
         if time is not None:  # as if given, so that nothing else is added about the time
-            self.given = replace(self.given, timestamp=time)
+            unit: Any = "order" if self.facts[time].is_number else None
+            self.given = replace(self.given, timestamp=time, time_unit=unit)
             self._recognize()
-            shown = f"timestamp: `{time}` ({', '.join(self.facts[time].examples)}) has no times that recpo reads"
+            values = ", ".join(one.replace(",", "") if unit else one for one in self.facts[time].examples)
+            shown = f"timestamp: `{time}` ({values}) has no times that recpo reads"
             remedy = "write ISO times such as 2026-01-31T18:30:00 (pandas.to_datetime with a format), or seconds since"
-            self.questions.append(f"{shown}: {remedy} 1970; to do without times, pass --columns.time_unit none")
+            without = _WITHOUT_TIMES if unit is None else "to do without times, pass --columns.time_unit order"
+            self.questions.append(f"{shown}: {remedy} 1970; {without}")
+        parts = [name for name in self.facts if plain_name(name) in ("year", "month", "day")]
+        has_time = self.found.column(LogColumns.TIMESTAMP) is not None or self.given.time_unit is not None
+        if len(parts) == 3 and not has_time:
+            shown = f"timestamp: {', '.join(f'`{name}`' for name in parts)} are parts of dates"
+            self.questions.append(f"{shown}: write one column (pandas.to_datetime); {_WITHOUT_TIMES}")
         asked = self.found.questions
         texts = [self.facts[name] for name in self.found.unused if not any(f"`{name}`" in one for one in asked)]
         numbers = [one for one in texts if one.kind == "text" and self._share(one.name, _DECIMAL_COMMA) >= 0.9]
         doubt = "`{}` ({}) is not read: write numbers with points, not with commas"
         self.doubts += [doubt.format(one.name, ", ".join(one.examples)) for one in numbers]
+        doubt = "`{}` ({}) is not read, so the events of a day have no order: write it behind the dates, as one column"
+        clocks = [one for one in texts if rank_as(LogColumns.TIMESTAMP, one.name) is not None and one.kind == "text"]
+        clocks = [one for one in clocks if self._share(one.name, r"^[0-9]{1,2}:[0-9]{2}") >= MOSTLY]
+        self.doubts += [doubt.format(one.name, ", ".join(one.examples)) for one in clocks]
 
     def leave_rows_out(self) -> None:
         """Keeps the rows with a user, an item and a time that is not far from all others; asks if most have none."""
@@ -184,18 +209,66 @@ class LogReading:
             shown = some_of([str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values()])
             named = f"name its {len(sample.form.names)} columns in order, with --csv.names '[user_id, item_id, ...]'"
             first.append(f"the first line has no names ({shown}): {named}")
+        self._read_ids()
         files = ", ".join(file.name for file in sample.files[:3])
         for name in sorted(sample.repeated & {*self.used}):
             first.append(f"several columns of {files} are called `{name}`: rename or remove all but one")
+        if said := self._in_directories():
+            has_time = self.found.column(LogColumns.TIMESTAMP) is not None or self.given.time_unit is not None
+            (self.doubts if has_time else first).append(said if has_time else f"timestamp: {said}; {_WITHOUT_TIMES}")
         self.questions = [*first, *self.found.questions, *self.questions]
         self.doubts = [*self.found.doubts, *self._doubts_of_files(), *self.doubts]
+
+    def _in_directories(self) -> str | None:
+        """What is not read of directories such as ``day=2026-01-31``, if the files of the log are in several."""
+        parts = {part for file in self.sample.files for part in str(file).split("/")[:-1] if "=" in part}
+        names = {part.partition("=")[0] for part in parts} - set(self.sample.table.column_names)
+        names = {name for name in names if sum(part.startswith(f"{name}=") for part in parts) > 1}
+        if not names:
+            return None
+        shown = ", ".join(f"`{name}`" for name in sorted(names))
+        return f"{shown}: in the names of directories only ({min(parts)}), not read: write it as a column"
+
+    def _read_ids(self) -> None:
+        """Asks about ids that all rows share or that no two rows do, and doubts a user with very many rows."""
+        for role in (LogColumns.USER_ID, LogColumns.ITEM_ID):
+            if (name := self.found.column(role)) is None or name in self.given.named().values():
+                continue
+            counts = pc.value_counts(self.sample.table[name].drop_null())
+            numbers, rows = pc.struct_field(counts, "counts").to_numpy(), self.sample.table.num_rows
+            if len(numbers) == 1 < rows or (rows >= _MANY_ROWS and len(numbers) > _MOSTLY_KNOWN * rows):
+                found = "has one value in all rows" if len(numbers) == 1 else "has another value in nearly every row"
+                remedy = f"pass --columns.{role} NAME of another column, or `{name}` itself"
+                self.questions.append(f"{role}: `{name}` {found} ({self.facts[name].examples[0]}): {remedy}")
+            elif role == LogColumns.USER_ID and numbers.max(initial=0) > max(0.05, 10 / len(numbers)) * rows:
+                most = counts[int(numbers.argmax())]["values"].as_py()
+                shown = f"`{name}` {most} has {numbers.max() / rows:.0%} of the events"
+                self.doubts.append(f"{shown}: if that is nobody, as where people did not sign in, leave them out")
+
+    def leave_columns_out(self) -> None:
+        """A number that each user or item has once is no feedback, such as a mean rating or the length of a session."""
+        named = map(self.found.column, (LogColumns.USER_ID, LogColumns.ITEM_ID))
+        keys = [key for key in named if key is not None]
+        for role in (LogColumns.WATCH_TIME, LogColumns.LABEL):
+            name = self.found.column(role)
+            if name is None or name in self.given.named().values() or self.found.preset != "plain":
+                continue
+            if self.facts[name].distinct > 1 and any(
+                is_fixed(self.sample.table, name, key, _ROWS_OF_ID) for key in keys
+            ):
+                self.no_feedback = (*self.no_feedback, name)
+                self._recognize()
+                doubt = f"`{name}` is not read as the {role}, as nearly every user, or item, has one value"
+                self.doubts.append(f"{doubt} (pass --columns.{role} {name} if it is)")
 
     def _recognize(self) -> None:
         table, given = self.sample.table, self.given
         names, others = set(table.column_names), self.others
         keys = {name for one in others for name in names & set(one.table.column_names) if _is_key(one, name)}
         keys = {name for name in keys if not _is_key(self.sample, name)}
-        self.found: Recognition = recognize(self.facts.values(), given, table, keys)
+        facts = [one for name, one in self.facts.items() if name not in self.no_feedback]
+        found = recognize(facts, given, table, keys)
+        self.found: Recognition = replace(found, unused=(*found.unused, *self.no_feedback))
 
     def _likeness(self) -> tuple[int, int, int]:
         """How similar a table is to a log: number of required columns, then of all columns, then of rows."""
@@ -224,16 +297,21 @@ class LogReading:
         return None
 
     def _unread_time(self) -> str | None:
-        """The column of texts that is the time by its name, or has dates of another form; None = there is none."""
+        """The column that is the time by its name, or has dates of another form; None = there is none."""
         time = self.found.column(LogColumns.TIMESTAMP)
-        texts = [name for name, one in self.facts.items() if one.kind == "text" and one.dated < MOSTLY]
-        texts = [name for name in texts if time in (None, name) and self._share(name, r"^[0-9]+$") < MOSTLY]
+        names = [time] if time is not None else [name for name in self.found.unused if self.facts[name].distinct > 1]
+        names = [name for name in names if self.facts[name].kind in ("text", "whole")]
+        texts = [name for name in names if self.facts[name].kind == "text" and self.facts[name].dated < MOSTLY]
+        texts = [name for name in texts if self._share(name, r"^[0-9]+$") < MOSTLY]
         called = [name for name in texts if name == time or rank_as(LogColumns.TIMESTAMP, name) is not None]
-        return next(iter(called + [name for name in texts if self._share(name, _OTHER_DATE) >= MOSTLY]), None)
+        return next(iter(called + [name for name in names if self._share(name, _OTHER_DATE) >= MOSTLY]), None)
 
     def _share(self, name: str, pattern: str) -> float:
-        """Which share of the texts of a column match."""
-        texts = self.sample.table[name].drop_null().cast(pa.string())
+        """Which share of the values of a column match, as texts."""
+        values = self.sample.table[name].drop_null()
+        if self.facts[name].kind == "whole":
+            values = values.cast(pa.float64(), safe=False).cast(pa.int64(), safe=False)
+        texts = values.cast(pa.string())
         return (pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0) / max(1, len(texts))
 
     def _absent(self, name: str, role: str) -> np.ndarray:
@@ -293,12 +371,14 @@ class LogReading:
             extra = ", ".join(f"`{name}`" for name in sample.partial)
             also = f"; not all of them have {extra}, which is not read" if extra else ""
             doubts.append(f"{len(sample.files)} files have the same columns and are one log: {names}{also}")
+            if are_kinds(sorted({file.name.partition(".")[0] for file in sample.files})):
+                doubts.append(f"{names} are called as kinds of events, which count alike: write a column of kinds")
         read = [one for one, _ in self.tables.values()]
         doubts += [self._not_read(one) for one in self.others if not any(one is table for table in read)]
         if sample.nested:
             doubts.append(
                 f"{', '.join(f'`{name}`' for name in sample.nested)}: nested columns are not read; write their fields "
-                "as columns of their own, for example user.id as user_id"
+                "as columns of their own, for example user.id as user_id, and a row for each value of a list"
             )
         if sample.skipped:
             doubts.append(f"{sample.skipped:,} rows have another number of values: recpo prepare will refuse them")
@@ -313,7 +393,9 @@ class LogReading:
         ids = [name for name in named if name is not None]
         keys = [name for name in ids if name in names]
         if not keys:
-            wanted = " or ".join(f"`{name}`" for name in ids)
+            if (joined := self._joined(names)) is not None:
+                return f"{files}: not read; {joined}"
+            wanted = " or ".join(f"`{name}`" for name in ids) or "a user or item of the log"
             return f"{files}: not read, as no column is {wanted} ({', '.join(names[:_NAMES_SHOWN])})"
         if len(keys) == 1 and (again := one.table.num_rows - pc.count_distinct(one.table[keys[0]]).as_py()):
             repeated = f"{again:,} rows have the `{keys[0]}` of an earlier row"
@@ -322,6 +404,15 @@ class LogReading:
         also = "it has another delimiter, or a column that recpo would look for in all"
         why = f"it lacks {lacking}" if lacking else also
         return f"{files}: other columns than the log, not read ({one.rows:,} rows), as {why}"
+
+    def _joined(self, names: Sequence[str]) -> str | None:
+        """How another file with these columns, among them what the log lacks, becomes a part of it, if it may."""
+        shared = [name for name in names if name in self.sample.table.column_names]
+        for role in (LogColumns.USER_ID, LogColumns.ITEM_ID):
+            found = [name for name in names if rank_as(role, name) is not None]
+            if self.found.column(role) is None and found and shared:
+                return f"if `{found[0]}` is the {role}, join it to the log by `{shared[0]}` (merge of pandas)"
+        return None
 
 
 def days_of(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np.ndarray | None:
@@ -343,7 +434,11 @@ def days_of(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np
         factor = MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY
     else:
         try:
-            values = pc.utf8_slice_codeunits(values.cast(pa.string()), 0, 10).cast(pa.date32()).cast(pa.int32())
+            parts = pc.extract_regex(values.cast(pa.string()), _DAY)
+            if parts.null_count == len(parts):
+                return None
+            digits = [pc.utf8_lpad(pc.struct_field(parts, part), 2, "0") for part in ("year", "month", "day")]
+            values = pc.binary_join_element_wise(*digits, "-").cast(pa.date32()).cast(pa.int32())
         except pa.ArrowInvalid:
             return None
     return pc.multiply(values.cast(pa.float64(), safe=False), factor).to_numpy()

@@ -175,8 +175,7 @@ class _Recognizer:
         self.questions += self._unread_numbers()
         unsuitable = self._unsuitable()
         self.questions += unsuitable.values()
-        suitable = self.columns.keys() - unsuitable.keys()
-        self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in suitable}
+        self.units = {role: self._unit(role) for role in _UNIT_OPTION if role in self.columns.keys() - unsuitable}
         if table is not None and LogColumns.WATCH_TIME not in self.columns and self.units.get(LogColumns.DURATION):
             self._find_watch_time(table)
         self._add_behaviors()
@@ -192,7 +191,8 @@ class _Recognizer:
     def _matrix(self) -> list[str]:
         """What to do where the columns may be the items of a matrix."""
         numbers = [name for name, one in self.facts.items() if self._is_free(name) and one.is_number]
-        is_matrix = len(numbers) >= _LEAST_MATRIX and 2 * len(numbers) > len(self.facts)
+        is_log = {LogColumns.TIMESTAMP, LogColumns.LABEL} & self.columns.keys()
+        is_matrix = not is_log and len(numbers) >= _LEAST_MATRIX and 2 * len(numbers) > len(self.facts)
         return [_MATRIX.format(number=len(numbers))] if is_matrix else []
 
     def _set(self, role: str, column: str | FlagColumn, how: str) -> None:
@@ -223,7 +223,7 @@ class _Recognizer:
                 suiting = [name for name in suiting if self.facts[name].distinct > 1 and not self._is_earned(name)]
             ranked = [(rank, name) for name in suiting if (rank := rank_as(role, name)) is not None]
             if role not in self.columns and ranked:
-                self._set(role, min(ranked)[1], "by its name")
+                self._set(role, min(ranked, key=lambda one: (self.facts[one[1]].distinct == 1, one))[1], "by its name")
         self._find_alone()
 
     def _find_alone(self) -> None:
@@ -244,6 +244,8 @@ class _Recognizer:
             return
         free = [name for name, one in self.facts.items() if self._is_free(name) and one.kind in ("whole", "text")]
         free = [name for name in free if column_facts.may_be_id(name) and self.facts[name].distinct > 1]
+        own = column_facts.words(self._name(LogColumns.USER_ID) or "")[:1]  # customer_unique_id is no item of customers
+        free = [name for name in free if column_facts.words(name)[:1] != own]
         keyed = [name for name in free if name in self.keys]
         ids = [name for name in free if column_facts.is_id_of_something(name)]
         alone = [name for name in free if column_facts.may_be_item(name)]
@@ -462,7 +464,7 @@ class _Recognizer:
             "something else, remove it from prepare.yaml and choose label EveryEvent"
         )
         if score is not None:
-            return [f"`{score}` is read as what a model said (pass --columns.label {score} if people did)", doubt]
+            return [f"`{score}` is read as said by a model, or of all (pass --columns.label {score} if not)", doubt]
         if sparse is None:
             return [doubt]
         return [f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)", doubt]
@@ -558,7 +560,7 @@ class _Recognizer:
         ]
 
     def _unlabeled(self, rest: Sequence[ColumnFacts]) -> list[str]:
-        """What it costs if no column says how good an event was, and the columns that might."""
+        """What it costs if no column says how good an event was, and the numbers, or else the words, that might."""
         if {LogColumns.WATCH_TIME, LogColumns.LABEL, LogColumns.DISLIKE} & self.columns.keys():
             return []
         for behavior, column in self.behaviors.items():
@@ -568,13 +570,13 @@ class _Recognizer:
                     f"`{own.name}` ({own.evidence}) has one value, and no column says how good other events "
                     f"were: where a missing value means no {behavior}, write 0, and it becomes the label"
                 ]
-        numbers = [one for one in rest if one.is_number and one.distinct > 1]
-        shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in numbers[:5])
+        others = [one for one in rest if one.is_number and one.distinct > 1] or [one for one in rest if one.texts[1:]]
+        shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in others[:5])
         remedy = "if one is feedback, pass --columns.watch_time, --columns.label or --columns.dislike NAME"
+        said = f"others: {shown}: {remedy}" if shown else "the log has no other column that could say it"
         return [
             "no column says how good an event was, so every event has the same label: a policy can imitate what users "
-            "open, but it cannot be aligned with what they like; "
-            + (f"other numbers: {shown}: {remedy}" if shown else "the log has no other number that could say it")
+            f"open, but it cannot be aligned with what they like; {said}"
         ]
 
 

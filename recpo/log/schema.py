@@ -351,6 +351,13 @@ class Columns:
     duration_unit: DurationUnit | None = None
 
     def __post_init__(self) -> None:
+        for role, column in self.sources().items():
+            if not isinstance(column, str | FlagColumn):  # as in frames whose columns have numbers
+                raise RecpoError(
+                    f"columns.{role} {column!r}: expected the name of a column: give the columns of the frame names",
+                    code="wrong_type",
+                    field=f"columns.{role}",
+                )
         for role in LogColumns.FLAGS:
             validate_flag(f"columns.{role}", getattr(self, role))
 

@@ -92,8 +92,12 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
     return replace(found, written=files, commands=tuple(_commands(out, steps)))
 
 
-def preparation_of(found: Inspection) -> dict[str, Any]:
+def preparation_of(found: Inspection, out: Path | None = None) -> dict[str, Any]:
     """The options of ``recpo.prepare`` that ``prepare.yaml`` has.
+
+    Args:
+        found: the result of ``inspect_log``.
+        out: where the log is prepared; of a directory around it, the files are named.
 
     Raises:
         RecpoError: a question is open.
@@ -101,7 +105,7 @@ def preparation_of(found: Inspection) -> dict[str, Any]:
     _validate_answered(found)
     split: Any = {"TemporalSplit": TemporalSplit, "LeaveLastOut": LeaveLastOut}[found.split.class_name]
     label: Any = getattr(shaping, found.label.class_name)
-    columns, log = found.columns, _log_of(found)
+    columns, log = found.columns, _log_of(found, out)
     chosen: dict[str, Any] = {"log": log, "preset": found.preset, "csv": found.sample.form}
     if found.table_columns.duration is not None:
         columns = replace(columns, duration=None, duration_unit=None)
@@ -131,7 +135,7 @@ def _validate_answered(found: Inspection) -> None:
 
 def _prepare_text(found: Inspection, out: Path) -> str:
     """The options of ``preparation_of``, with the reasons for them as comments."""
-    options, counts, about = preparation_of(found), found.counts, "" if found.counts.is_whole else "about "
+    options, counts, about = preparation_of(found, out), found.counts, "" if found.counts.is_whole else "about "
     size = f"{about}{counts.events:,} events of {counts.users:,} users and {counts.items:,} items"
     readme = "data/README.md has the columns and their units"
     lines = [
@@ -186,9 +190,12 @@ def _class_entry(name: str, choice: Choice) -> str:
     return f"\n# {_comment(choice.why)}\n{name}: {_yaml(value)}"
 
 
-def _log_of(found: Inspection) -> str | list[str]:
-    """The given name if it stands for the log and nothing else; otherwise, the files of the log."""
-    if set(find_files(list(found.log))) == set(found.sample.files):
+def _log_of(found: Inspection, out: Path | None) -> str | list[str]:
+    """The given name if it stands for the log and nothing else, also with ``out``; otherwise, the files of the log."""
+    is_around = out is not None and any(
+        Path(name).resolve() in (out / PREPARED).resolve().parents for name in found.log
+    )
+    if not is_around and set(find_files(list(found.log))) == set(found.sample.files):
         return found.log[0] if len(found.log) == 1 else list(found.log)
     files = [str(file) for file in found.sample.files]
     return files[0] if len(files) == 1 else files

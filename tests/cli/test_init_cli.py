@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from datetime import UTC, datetime
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -300,12 +301,26 @@ def test_the_events_of_a_day_are_counted_whatever_a_time_is_written_as(tmp_path)
     table = events()[["user", "item", "second"]]
     moment = pd.to_datetime(table["second"], unit="s", utc=True)
     written = {"numbers": table["second"], "times": moment, "texts": moment.dt.strftime("%Y-%m-%d %H:%M:%S")}
+    written["short"] = moment.dt.strftime("%Y/%-m/%-d %-H:%M")
     expected = tuple(moment.dt.floor("D").value_counts().sort_index(ascending=False))
     for name, times in written.items():
         table.assign(second=times).to_parquet(tmp_path / f"{name}.parquet", index=False)
         assert inspect_log(tmp_path / f"{name}.parquet").counts.by_day == expected
     table[["user", "item"]].to_parquet(tmp_path / "timeless.parquet", index=False)
     assert inspect_log(tmp_path / "timeless.parquet").counts.by_day == ()
+
+
+@pytest.mark.parametrize(
+    ("offset", "timezone"), [("+02", "+02:00"), (".5+0530", "+05:30"), (" -0300", "-03:00"), (" +0000", None)]
+)
+def test_offsets_in_other_spellings_are_the_time_zone_and_are_prepared(offset, timezone, tmp_path):
+    table = events()[["user", "item", "second"]]
+    table["second"] = [str(pd.Timestamp(second, unit="s")) + offset for second in table["second"]]
+    table.to_csv(tmp_path / "log.csv", index=False)
+    found = inspect_log(tmp_path / "log.csv", columns=recpo.Columns(timestamp="second"))
+    assert found.split.init_args.get("timezone") == timezone
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    assert data.manifest["counts"]["read"] == 600
 
 
 def test_a_row_whose_number_is_no_time_is_left_out(tmp_path):
@@ -346,6 +361,12 @@ def test_files_that_are_no_tables_say_why(tmp_path):
     )
     assert "2 rows have the `item_id` of an earlier row" in genres
     assert "no column is `item_id` or `user_id` (id, color)" in colors
+    orders = pd.DataFrame({"order_id": range(200), "user_id": np.arange(200) % 7, "state": "paid"})
+    orders.to_csv(tmp_path / "orders.csv", index=False)
+    lines = pd.DataFrame({"order_id": np.arange(600) % 200, "item_id": np.arange(600) % 11})
+    lines.to_csv(tmp_path / "lines.csv", index=False)
+    found = inspect_log([tmp_path / "orders.csv", tmp_path / "lines.csv"])
+    assert any("if `user_id` is the user_id, join it to the log by `order_id`" in doubt for doubt in found.doubts)
     assert "other columns than the log" in pairs
 
 
@@ -489,11 +510,13 @@ def test_durations_and_the_times_of_items_are_read_from_their_table(suffix, tmp_
         (range(6), 0.4, {"low": 1, "high": 5, "missing": 0}),
         (range(6), 0.2, {"low": 0, "high": 5}),
         (range(1, 6), 0.5, {"low": 1, "high": 5}),
+        ([99, *range(-10, 11)], 0.3, {"low": -10, "high": 10, "missing": 99}),
+        ([10, *range(3)], 0.01, {"low": 0, "high": 10}),
     ],
 )
 def test_a_number_that_is_no_rating_is_missing(numbers, share, expected, tmp_path):
     """As of people who did not rate what they had: -1 or 0, beside a scale."""
-    numbers, log = [number for number in numbers if number or numbers[0] == 0], events()[["user", "item", "second"]]
+    numbers, log = [number for number in numbers if number or numbers[0] != -1], events()[["user", "item", "second"]]
     probabilities = [share, *np.full(len(numbers) - 1, (1 - share) / (len(numbers) - 1))]
     log["rating"] = np.random.default_rng(1).choice(numbers, len(log), p=probabilities)
     log.to_parquet(tmp_path / "log.parquet")
@@ -674,3 +697,85 @@ def test_points_of_the_upper_half_of_a_scale_have_their_own_range(tmp_path):
     log = events().assign(rating=lambda table: 80 + 5 * (table["rating"] - 1))
     log[["user", "item", "second", "rating"]].to_parquet(tmp_path / "log.parquet")
     assert inspect_log(tmp_path / "log.parquet").label.init_args == {"low": 80, "high": 100}
+
+
+def test_no_reward_is_a_reward_of_zero(tmp_path):
+    log = events()[["user", "item", "second"]]
+    log["reward"] = np.random.default_rng(1).choice([0, 1, 5, 15], len(log), p=[0.7, 0.15, 0.1, 0.05])
+    log.to_parquet(tmp_path / "log.parquet")
+    assert inspect_log(tmp_path / "log.parquet").label.init_args == {"low": 0, "high": 15}
+
+
+def test_numbers_of_plays_have_a_scale_that_the_largest_do_not_decide(tmp_path):
+    log = events()[["user", "item"]].drop_duplicates()
+    plays = np.ceil(np.random.default_rng(0).lognormal(1.0, 1.5, len(log)))
+    log.assign(plays=plays.astype(int)).to_parquet(tmp_path / "log.parquet")
+    found = inspect_log(tmp_path / "log.parquet")
+    low, high = found.label.init_args.values()
+    assert (found.column("label"), low) == ("plays", 1)
+    assert np.mean(plays >= high) == pytest.approx(0.1, abs=0.03)
+    assert f"up to {plays.max():g}" in found.label.why
+    data = recpo.prepare(out=tmp_path / "prepared", progress=False, **preparation_of(found))
+    assert data.manifest["counts"]["splits"]["train"]["positive"] > 0.1 * len(log)
+
+
+@pytest.mark.parametrize(("name", "key"), [("rating", "item"), ("session_length", "user")])
+def test_a_number_that_each_item_or_user_has_once_is_no_feedback(name, key, tmp_path):
+    log = events()[["user", "item", "second"]]
+    log[name] = 10 + log[key] % 7
+    log.assign(stars=events()["rating"]).to_csv(tmp_path / "log.csv", index=False)
+    found = inspect_log(tmp_path / "log.csv")
+    assert (found.column("label"), found.column("watch_time")) == ("stars", None)
+    assert name in found.unused
+    assert any(doubt.startswith(f"`{name}` is not read as the") for doubt in found.doubts)
+
+
+def test_ids_that_cannot_be_those_of_users_and_items_are_asked_about(tmp_path):
+    log = events()[["user", "item", "second", "rating"]]
+    for column, values, said in (
+        ("item", 7, "item_id: `item` has one value in all rows (7)"),
+        ("user", np.arange(len(log)), "user_id: `user` has another value in nearly every row (0)"),
+    ):
+        log.assign(**{column: values}).to_parquet(tmp_path / "log.parquet")
+        (question,) = inspect_log(tmp_path / "log.parquet").questions
+        assert question.startswith(said)
+        given = recpo.Columns(**{f"{column}_id": column})
+        assert inspect_log(tmp_path / "log.parquet", columns=given).questions == ()
+
+
+def test_a_user_with_very_many_events_may_be_nobody(tmp_path):
+    log = events()[["user", "item", "second", "rating"]]
+    log.loc[::3, "user"] = -1
+    log.to_parquet(tmp_path / "log.parquet")
+    (doubt,) = inspect_log(tmp_path / "log.parquet").doubts
+    assert doubt.startswith("`user` -1 has 33% of the events")
+
+
+def test_a_directory_is_inspected_prepared_and_inspected_again_in_place(tmp_path, monkeypatch, capsys):
+    events()[["user", "item", "second", "rating"]].to_csv(tmp_path / "log.csv", index=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "."]) == 0
+    assert main(["prepare", "--config", "prepare.yaml"]) == 0
+    found = recpo.init(".", "again")
+    assert (found.sample.files, found.tables) == ((Path("log.csv"),), {})
+
+
+def test_what_names_of_directories_say_is_reported_and_asked_for_where_there_is_no_time(tmp_path):
+    log = events()[["user", "item", "second", "rating"]]
+    for day, rows in log.groupby(log["second"] // 86_400):
+        (tmp_path / f"day={day}").mkdir()
+        rows.to_parquet(tmp_path / f"day={day}" / "part.parquet")
+    assert any("`day`: in the names of directories only" in doubt for doubt in inspect_log(tmp_path).doubts)
+    for file in tmp_path.rglob("*.parquet"):
+        pd.read_parquet(file).drop(columns="second").to_parquet(file)
+    (question,) = inspect_log(tmp_path).questions
+    assert question.startswith("timestamp: `day`")
+    assert inspect_log(tmp_path, columns=Columns(time_unit="none")).questions == ()
+
+
+@pytest.mark.parametrize(("names", "said"), [(["shop-views", "shop-purchases"], 1), (["2026-01", "2026-02"], 0)])
+def test_files_that_are_called_as_kinds_of_events_are_doubted(names, said, tmp_path):
+    for name in names:
+        events()[["user", "item", "second"]].to_csv(tmp_path / f"{name}.csv", index=False)
+    doubts = inspect_log(tmp_path).doubts
+    assert sum("are called as kinds of events" in doubt for doubt in doubts) == said

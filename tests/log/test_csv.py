@@ -48,6 +48,8 @@ def test_columns_that_are_used_with_the_type_of_all_their_values(tmp_path, name)
         (["007", "7"], ["007", "7"]),
         (["1", "", '""'], [1, None, None]),
         (["a", "", '""'], ["a", None, None]),
+        (["a", r"\N", "NULL", " null ", "NULLA"], ["a", None, None, None, "NULLA"]),
+        (["1", r"\N", "<NA>"], [1, None, None]),
         (["1714500000000000000", "-3"], [1714500000000000000, -3]),
         (["99999999999999999999", "1"], ["99999999999999999999", "1"]),
         (["1.0", "2"], ["1.0", "2"]),
@@ -203,6 +205,13 @@ def test_what_init_cannot_read_is_named(tmp_path):
     with refused("missing_file", "log") as caught:
         recpo.init(tmp_path)
     assert "log.jsonl" in str(caught.value)
+    with refused("wrong_file", "log.jsonl") as caught:
+        recpo.init(tmp_path / "log.jsonl")
+    assert "pandas.read_json(FILE, lines=True)" in str(caught.value)
+    (tmp_path / "ratings.dat").write_text("1::2::3::978300760")
+    with refused("missing_file", "log") as caught:
+        recpo.init(tmp_path)
+    assert f"name the files ({tmp_path / 'ratings.dat'})" in str(caught.value)
     with refused("wrong_type", "log") as caught:
         recpo.init(pa.table({"user_id": [1], "item_id": [1]}))
     assert "Parquet" in str(caught.value)
@@ -213,6 +222,10 @@ def test_what_init_cannot_read_is_named(tmp_path):
     [
         ("enrolled", ["07.01.2026", "12.01.2026"], {}, "timestamp", "`enrolled` (07.01.2026, 12.01.2026)"),
         ("date", ["Jan 5, 2026", "Jan 6, 2026"], {}, "timestamp", "`date` (Jan 5, 2026, Jan 6, 2026)"),
+        ("t_dat", ["07-Jan-2026", "12-Jan-2026"], {}, "timestamp", "`t_dat` (07-Jan-2026, 12-Jan-2026)"),
+        ("dt", ["20260107", "20260112"], {}, "timestamp", "`dt` (20260107, 20260112, 20260107)"),
+        ("date", ["20260107", "20260112"], {"time_unit": "order"}, None, "no column says"),
+        ("ts", ["2026-01-07 01:02 AM", "2026-01-12 01:02 PM"], {}, "timestamp", "`ts` (2026-01-07 01:02 AM, "),
         ("mailed", ["03/02/2026", "11/28/2026"], {"timestamp": "mailed"}, "timestamp", "`mailed` (03/02/2026, "),
         ("rating", ["3,5", "1.024,0"], {"time_unit": "none"}, "label", "`rating` (3,5, 1.024,0"),
         ("price", ["3,5", "12,25"], {"time_unit": "none"}, None, "`price` (3,5, 12,25)"),
@@ -224,4 +237,30 @@ def test_dates_and_numbers_of_other_forms_are_named(tmp_path, column, values, gi
     found = inspect_log(tmp_path, columns=Columns(**given))
     assert [question.partition(":")[0] for question in found.questions] == ([asked] if asked else [])
     assert any(said in text for text in (found.questions or found.doubts))
+    assert not any("is no clock" in doubt for doubt in found.doubts if found.questions)
     assert not any("no column has times" in doubt for doubt in found.doubts)
+
+
+def test_the_time_of_day_in_a_column_of_its_own_is_named(tmp_path):
+    rows = [f"u{n % 7},i{n % 5},2026-01-{1 + n % 28:02d},{n % 24:02d}:05\n" for n in range(60)]
+    (tmp_path / "log.csv").write_text("user_id,item_id,date,time\n" + "".join(rows))
+    assert any(doubt.startswith("`time` (00:05, 01:05, 02:05) is not read") for doubt in inspect_log(tmp_path).doubts)
+
+
+def test_parts_of_dates_are_asked_about(tmp_path):
+    rows = [f"u{n % 7},i{n % 5},2026,{1 + n % 12},{1 + n % 28}\n" for n in range(60)]
+    (tmp_path / "log.csv").write_text("user_id,item_id,Year,Month,Day\n" + "".join(rows))
+    (question,) = inspect_log(tmp_path).questions
+    assert question.startswith("timestamp: `Year`, `Month`, `Day` are parts of dates")
+    assert inspect_log(tmp_path, columns=Columns(time_unit="none")).questions == ()
+
+
+def test_parts_without_rows_and_with_other_ids_are_one_log(tmp_path):
+    names = "user_id,item_id,timestamp\n"
+    rows = [f"{number % 7},{number % 5},2026-01-{1 + number % 9:02d}\n" for number in range(60)]
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "0.csv").write_text(names + "".join(rows))
+    (tmp_path / "log" / "1.csv").write_text(names)
+    (tmp_path / "log" / "2.csv").write_text(names + "".join(row.replace(",3,", ",3X,") for row in rows))
+    data = recpo.prepare(tmp_path / "log", out=tmp_path / "out", label=EveryEvent(), progress=False)
+    assert sorted(data.table("items.parquet")["item_id"].to_pylist()) == ["0", "1", "2", "3", "3X", "4"]

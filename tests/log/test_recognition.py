@@ -41,6 +41,7 @@ def test_the_unit_that_a_name_says(name, unit):
     ("role", "names"),
     [
         ("user_id", ["uid", "userId", "User ID", "user_id:token", "visitorid", "person", "respondent_id"]),
+        ("user_id", ["session_id_hash", "Borrower No", "follower_id", "swiper"]),
         ("user_id", ["learner", "candidateId", "profile", "member_no", "playerGuid", "payload.user", "distinct_id"]),
         ("item_id", ["video", "movieId", "product-id", "parent_asin", "gameCode", "payload.article_id", "recipe_code"]),
         ("timestamp", ["shown_ts", "event_ts", "sessionStartMs"]),
@@ -51,7 +52,10 @@ def test_the_unit_that_a_name_says(name, unit):
         ("watch_time", ["reading_seconds", "sessionLenSec", "mins_listened"]),
         ("item_id", ["episode", "song_id", "Podcast"]),
         ("duration", ["episode_minutes", "trackLengthMs", "video_duration"]),
-        ("label", ["rating", "Book-Rating", "movie_stars", "percent_watched", "feedback"]),
+        (
+            "label",
+            ["rating", "Book-Rating", "movie_stars", "percent_watched", "feedback", "Rating (1-5)", "play_count"],
+        ),
         ("dislike", ["is_hate", "thumbs_down", "disliked", "hidden"]),
     ],
 )
@@ -105,6 +109,12 @@ def test_texts_that_are_no_kinds_of_events():
         assert not are_kinds(texts), texts
 
 
+def test_of_two_columns_that_may_be_the_item_it_is_the_one_that_differs():
+    assert recognize(facts(**BASE, iid=[5] * 40)).columns.item_id == "item_id"
+    columns = {"user_id": BASE["user_id"], "timestamp": SECONDS, "item_id": [5] * 40, "song": ["a", "b"] * 20}
+    assert recognize(facts(**columns)).columns.item_id == "song"
+
+
 def test_a_conversion_is_the_label_where_there_are_enough():
     for number, label in ((1_000, "booking_bool"), (999, "click_bool")):
         ones = {"click_bool": 2_000, "booking_bool": number}
@@ -130,6 +140,8 @@ def test_the_time_of_an_event_is_the_one_that_all_have_or_that_says_when_it_bega
     assert found.columns.label == FlagColumn("clicked_at", ANY)
     both = {"start_hour": SECONDS, "finish_hour": [second + 60 for second in SECONDS]}
     assert recognize(facts(**ids, **both)).columns.timestamp == "start_hour"
+    unknown = {"started_on": ["0000-00-00"] * 40, "changed": SECONDS}
+    assert recognize(facts(**ids, **unknown)).columns.timestamp == "changed"
     unclear = recognize(facts(**ids, one_hour=SECONDS, other_hour=SECONDS))
     assert any(question.startswith("timestamp") for question in unclear.questions), "not a random order"
 
@@ -151,6 +163,10 @@ def test_feedback_in_another_form_is_asked_for(texts):
         (["user_id", "auction_id", "banner"], "banner"),
         (["user_id", "auction_id", "leaflet"], None),
         (["learner", "lesson_slug"], "lesson_slug"),
+        (["customer_id", "customer_unique_id"], None),
+        (["follower_id", "followee_id"], "followee_id"),
+        (["user_id", "brewery_id"], None),
+        (["CustomerID", "StockCode", "InvoiceNo"], "StockCode"),
     ],
 )
 def test_the_only_id_of_something_is_the_item(names, item):
@@ -166,6 +182,7 @@ def test_the_only_id_of_something_is_the_item(names, item):
         (["human", "item_id", "ward"], [], (None, "item_id")),
         (["human", "item_id", "ward"], ["human", "ward"], (None, "item_id")),  # which of the two is not told
         (["human", "item_id", "category_id"], ["category_id"], (None, "item_id")),
+        (["display_id", "item_id"], ["display_id"], (None, "item_id")),
         (["user_id", "leaflet", "widget_id"], ["leaflet"], ("user_id", "leaflet")),
     ],
 )
@@ -241,6 +258,11 @@ def test_a_matrix_is_called_one_and_a_log_without_a_user_asks_for_no_time():
     assert "melt" in matrix
     assert item.startswith("item_id")
     assert "and 11 more" in item
+    wide = facts(
+        user_id=[1, 2, 3], timestamp=SECONDS[:3], **{f"cost_{number}": [1.0, 2.5, 3.0] for number in range(30)}
+    )
+    (item,) = recognize(wide).questions
+    assert item.startswith("item_id")
     (user,) = recognize(facts(who=["a", "b"] * 20, item=[1, 2] * 20, rating=[1, 2, 3, 4] * 10)).questions
     assert user.startswith("user_id")
 
@@ -277,6 +299,8 @@ def test_values_overrule_names():
         (["1::1193::5::978300760"], CsvFormat("::", ("userId", "movieId", "rating", "timestamp"))),
         (["196\t242\t3\t881250949"], CsvFormat("\t", ("userId", "movieId", "rating", "timestamp"))),
         (["u1,i2,1700000000"], CsvFormat(",", ("column_1", "column_2", "column_3"))),
+        (["user^item^ts", "1^2^3"], CsvFormat("^")),
+        (["user\x01item\x01ts", "1\x012\x013"], CsvFormat("\x01")),
         (["1 258 3.5", "1 36 2"], CsvFormat(" ", ("column_1", "column_2", "column_3"))),
     ],
 )
@@ -373,6 +397,8 @@ def test_without_any_feedback_the_cost_and_the_other_numbers_are_named():
     assert "every event has the same label" in doubt
     assert "`volume` (0 to 97; 40 distinct)" in doubt
     assert "city" not in doubt
+    (doubt,) = recognize(facts(**BASE, direction=["left", "right"] * 20)).doubts
+    assert "others: `direction` (left, right; 2 distinct)" in doubt
     assert recognize(facts(**BASE, hated=[0, 1] * 20)).doubts == ()
 
 

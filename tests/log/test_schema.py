@@ -1,4 +1,5 @@
 from recpo.log.schema import EVENT_SCHEMA, PRESETS, Columns, LogColumns
+from tests.refusals import refused
 
 
 def test_what_the_user_says_stands_over_the_preset():
@@ -15,6 +16,12 @@ def test_presets_name_the_keys_and_every_unit():
 
 def test_a_mapping_names_only_what_it_was_told():
     assert Columns(timestamp="pos").named() == {"timestamp": "pos"}
+
+
+def test_columns_have_names():
+    with refused("wrong_type", "columns.label") as caught:
+        Columns(label=3)
+    assert "give the columns of the frame names" in str(caught.value)
 
 
 def test_prepared_rows_are_fixed_width():
