@@ -4,8 +4,6 @@ A field of a dataclass of options has such a type instead of a check by hand. Th
 while they parse; ``validate_ranges`` checks them for callers in Python.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

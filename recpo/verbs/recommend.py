@@ -1,7 +1,5 @@
 """The verb ``recommend``: lists of a bundle, run, factors or baseline, for a frame or a Parquet file of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial

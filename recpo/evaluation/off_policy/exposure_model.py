@@ -9,8 +9,6 @@ the same exposures may be weighted with the result, and what was true of the tra
 The last term bounds importance weights: no model of this kind knows how seldom something is shown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
