@@ -8,6 +8,8 @@ that its user was shown before, also on the same day, and the number of batches 
 most active user.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
