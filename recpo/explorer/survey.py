@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import HeldOutBatches, Rank
@@ -481,24 +481,21 @@ def traffic(log: Path, data: Prepared) -> Traffic:
     if not files:
         message = f"{log} has no published exposures (*.parquet): wait until the outcome window of the first is over"
         raise RecpoError(message, code="empty", field="server_log")
-    try:
-        with duckdb.connect() as database:
-            names = {str(row[0]) for row in database.execute(_COLUMNS, [files]).fetchall()}
-            if missing := sorted({LogColumns.REQUEST_ID, *LogColumns.REQUIRED} - names):
-                message = f"{log} has no column {missing[0]!r}: name the directory that `recpo serve --log` writes"
-                raise RecpoError(message, code="missing_column", field="server_log")
-            value, value_of = _value(names)
-            variant = f"coalesce(log.{VARIANT}, 'no variant')" if VARIANT in names else "'all exposures'"
-            is_random, dislike = (f"coalesce(log.{name}, false)" if name in names else "false" for name in _FLAGS)
-            exposures = _EXPOSURES.format(value=value, variant=variant, is_random=is_random, dislike=dislike)
-            database.execute(exposures, [files, str(data.root / "items.parquet")])
-            first, last = database.execute("SELECT min(timestamp), max(timestamp) FROM exposures").fetchall()[0]
-            unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
-            over_time = _groups(database, f"timestamp // {length} * {length}")
-            variants = _groups(database, "variant")
-    except (duckdb.Error, OSError) as error:
-        message = f"{log} cannot be read as a log of exposures ({str(error).splitlines()[0]})"
-        raise RecpoError(message, code="damaged", field="server_log") from error
+    remedy = "name the directory that `recpo serve --log` writes"
+    with reading(log, duckdb.Error, OSError, remedy=remedy, field="server_log"), duckdb.connect() as database:
+        names = {str(row[0]) for row in database.execute(_COLUMNS, [files]).fetchall()}
+        if missing := sorted({LogColumns.REQUEST_ID, *LogColumns.REQUIRED} - names):
+            message = f"{log} has no column {missing[0]!r}: {remedy}"
+            raise RecpoError(message, code="missing_column", field="server_log")
+        value, value_of = _value(names)
+        variant = f"coalesce(log.{VARIANT}, 'no variant')" if VARIANT in names else "'all exposures'"
+        is_random, dislike = (f"coalesce(log.{name}, false)" if name in names else "false" for name in _FLAGS)
+        exposures = _EXPOSURES.format(value=value, variant=variant, is_random=is_random, dislike=dislike)
+        database.execute(exposures, [files, str(data.root / "items.parquet")])
+        first, last = database.execute("SELECT min(timestamp), max(timestamp) FROM exposures").fetchall()[0]
+        unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
+        over_time = _groups(database, f"timestamp // {length} * {length}")
+        variants = _groups(database, "variant")
     return Traffic([one._replace(name=_time(int(one.name), unit)) for one in over_time], variants, unit, value_of)
 
 

@@ -383,7 +383,7 @@ def availability(items: ir.Table, events: ir.Table, given: ir.Table | None, idle
     Args:
         items: ids and indices.
         events: all events of kept items.
-        given: ``item_id``, and the times of the item table, null = no limit; None = it has none.
+        given: has ``item_id`` and the times of the item table, null = no limit; None = it has none.
         idle_days: where the table has no ends, an item ends so long after its last event; 0 = it does not.
     """
     time, named = events[LogColumns.TIMESTAMP], () if given is None else given.columns
@@ -407,10 +407,10 @@ def with_durations(events: ir.Table, given: ir.Table) -> ir.Table:
 
     Args:
         events: standard events.
-        given: ``item_id`` and ``duration_ms`` of the item table.
+        given: has ``item_id`` and ``duration_ms`` of the item table.
     """
     own = Derived.DURATION_MS
-    joined = events.left_join(given.rename(of_item=own), LogColumns.ITEM_ID)
+    joined = events.left_join(given.select(LogColumns.ITEM_ID, of_item=given[own]), LogColumns.ITEM_ID)
     return joined.mutate(**{own: joined[own].coalesce(joined.of_item)}).select(events.columns)
 
 

@@ -308,7 +308,7 @@ class PrepareRun:
         self.counts = {"read": read, "empty_files": log.empty_files, "neutralized": neutralized}
         events = standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
         if LogColumns.DURATION in self._of_items:
-            events = standard_events.with_durations(events, self._given_durations())
+            events = standard_events.with_durations(events, self._given())
         if not choice.outcome_rows:
             return events
         outcomes = self.engine.materialize("outcomes", standard_events.outcomes(events))
@@ -432,7 +432,7 @@ class PrepareRun:
         """When items may be recommended; None = at every time."""
         if not self._times:
             return None
-        given = self._given_times() if self._said else None
+        given = self._given() if self._said else None
         times = standard_events.availability(self.items, self.events, given, self.idle_days)
         return self.engine.materialize("available", times)
 
@@ -455,7 +455,7 @@ class PrepareRun:
         """
         if not self._said:
             return
-        said = self.engine.table(self._table_times().inner_join(self.items, LogColumns.ITEM_ID))
+        said = self.engine.table(self._item_facts().inner_join(self.items, LogColumns.ITEM_ID))
         held = items.take(pc.index_in(said[Derived.ITEM_INDEX], items[Derived.ITEM_INDEX].combine_chunks()))
         for name, count, differs in zip(AVAILABILITY, SHOWN_OUTSIDE, (pc.less, pc.greater), strict=True):
             if name in self._said:
@@ -477,31 +477,28 @@ class PrepareRun:
         by_events = {Derived.AVAILABLE_UNTIL} if self.idle_days else set[str]()
         return [name for name in AVAILABILITY if name in {*self._said} | by_events]
 
-    def _given_times(self) -> ir.Table:
-        """The times of all items by the table: ``item_id``, and ``_said`` in ms."""
-        return self._table_times()
+    def _given(self) -> ir.Table:
+        """What the item table says of all items: ``item_id``, the times of ``_said`` in ms, and ``duration_ms``."""
+        return self._item_facts()
 
-    def _table_times(self) -> ir.Table:
-        """The times of the item table."""
-        rows, unit = self.tables["item"].rows(self.engine), self.choice.table_columns.available_unit
-        times = {name: standard_events.timestamp_ms(rows[name], unit) for name in self._said}
-        return rows.select(rows[ID].name(LogColumns.ITEM_ID), **times)
+    def _item_facts(self) -> ir.Table:
+        """What the item table says of its own items, see ``_given``."""
+        rows, columns = self.tables["item"].rows(self.engine), self.choice.table_columns
+        facts = {name: standard_events.timestamp_ms(rows[name], columns.available_unit) for name in self._said}
+        if LogColumns.DURATION in self._of_items:
+            length = standard_events.length_ms(rows, LogColumns.DURATION, columns.duration_unit)
+            facts[Derived.DURATION_MS] = standard_events.whole_duration(length)
+        return rows.select(rows[ID].name(LogColumns.ITEM_ID), **facts)
 
     def _with_own_durations(self, rows: ir.Table) -> ir.Table:
         """Rows of ``items.parquet``, with the durations of the item table before those of events."""
         if LogColumns.DURATION not in self._of_items:
             return rows
-        given = self._given_durations()
+        given = self._given()
         seconds = (given[Derived.DURATION_MS].cast("float64") / 1000.0).cast("float32")
         joined = rows.left_join(given.select(LogColumns.ITEM_ID, own=seconds), LogColumns.ITEM_ID)
         filled = joined.mutate(**{LogColumns.DURATION: joined.own.coalesce(joined[LogColumns.DURATION])})
         return filled.select(rows.columns).order_by(Derived.ITEM_INDEX)
-
-    def _given_durations(self) -> ir.Table:
-        """The durations of the item table: ``item_id``, and ``duration_ms``."""
-        rows, unit = self.tables["item"].rows(self.engine), self.choice.table_columns.duration_unit
-        length = standard_events.whole_duration(standard_events.length_ms(rows, LogColumns.DURATION, unit))
-        return rows.select(rows[ID].name(LogColumns.ITEM_ID), length.name(Derived.DURATION_MS))
 
     def _write_features(self) -> None:
         """Fits and writes the features of the tables, and fits those of requests."""

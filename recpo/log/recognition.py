@@ -14,7 +14,7 @@ import pyarrow as pa
 from recpo.base.frames import some_of
 from recpo.log import column_facts, event_kinds
 from recpo.log.column_facts import ColumnFacts, plain_name, rank_as, unit_of_name
-from recpo.log.event_kinds import Opinions, opinions, true_texts
+from recpo.log.event_kinds import opinions, true_texts
 from recpo.log.feature_columns import PRESET_BEHAVIORS
 from recpo.log.schema import (
     ANY,
@@ -246,7 +246,7 @@ class _Recognizer:
         free = [name for name in free if column_facts.may_be_id(name) and self.facts[name].distinct > 1]
         keyed = [name for name in free if name in self.keys]
         ids = [name for name in free if column_facts.is_id_of_something(name)]
-        alone = [name for name in free if column_facts.may_be_item(name)]
+        alone = [name for name in free if plain_name(name) in column_facts.ITEMS_WITH_ID]
         if len(keyed) == 1:
             self._set(role, keyed[0], "by another file, which has one row for each")
         elif keyed or role == LogColumns.USER_ID:
@@ -263,7 +263,7 @@ class _Recognizer:
             if not isinstance(column, str) or self.facts[column].kind != "text":
                 continue
             texts = self.facts[column].texts
-            stated = opinions(column, texts) or Opinions((), (), False)
+            stated = opinions(column, texts)
             by_role = {LogColumns.DISLIKE: stated.dislikes, LogColumns.LABEL: stated.likes}
             if meant := true_texts(texts) or by_role.get(role, ()):
                 self.columns[role] = event_kinds.flag_of(column, meant)
@@ -272,8 +272,8 @@ class _Recognizer:
         """Adds the dislikes, labels and behaviors that columns of texts state; returns doubts."""
         doubts = []
         for name, facts in self.facts.items():
-            stated = opinions(name, facts.texts) if self._is_free(name) else None
-            if stated is None or self._are_kinds(name):
+            stated = opinions(name, facts.texts)
+            if not self._is_free(name) or not (stated.likes or stated.dislikes) or self._are_kinds(name):
                 continue
             if not stated.is_certain:
                 shown = "', '".join(facts.texts[:5])
@@ -454,7 +454,8 @@ class _Recognizer:
         name = name_of(label)
         self.behaviors = {one: column for one, column in self.behaviors.items() if name_of(column) != name}
         self._set(LogColumns.LABEL, label, "by its name, as no other column says how good every event was")
-        disliked = event_kinds.dislikes_among(self.facts[name].texts) if isinstance(label, FlagColumn) else ()
+        texts = self.facts[name].texts if isinstance(label, FlagColumn) else ()
+        disliked = tuple(text for text in texts if event_kinds.event_kind(text) == "dislike")
         if disliked and LogColumns.DISLIKE not in self.columns:
             self._set(LogColumns.DISLIKE, event_kinds.flag_of(name, disliked), "by its values")
         doubt = (
@@ -548,7 +549,8 @@ class _Recognizer:
             f"from it (behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no "
             "feedback"
             for one in rest
-            if plain_name(one.name) in event_kinds.EVENT_KINDS and (one.kind == "text" or one.has_codes)
+            if plain_name(one.name) in event_kinds.EVENT_KINDS
+            and (one.kind == "text" or (one.kind == "whole" and one.few))
         ]
         return doubts + [
             f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"

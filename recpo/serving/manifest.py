@@ -10,9 +10,9 @@ NumPy and Arrow only; nothing is unpickled, and nothing names code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -21,7 +21,7 @@ import numpy as np
 
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import MARKER, verify
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Reads, Vector, of_type
 from recpo.base.feedback import FeedbackDefinition
 from recpo.serving.histories import EncodedHistories
@@ -164,13 +164,8 @@ class BundleManifest(Artifact):
         return cls(**found | parts)
 
 
-@contextmanager
-def readable(file: Path, *errors: type[Exception], remedy: str = BundleManifest.remedy()) -> Iterator[None]:
-    """Turns errors of a library that reads a file of a bundle into one that names the file."""
-    try:
-        yield
-    except errors as error:
-        raise RecpoError(f"{file} cannot be read ({error!r}): {remedy}", code="damaged", field=file.name) from error
+#: ``reading`` of a file of a bundle.
+readable: Final = partial(reading, remedy=BundleManifest.remedy())
 
 
 EXCLUDE: Final = "exclude"

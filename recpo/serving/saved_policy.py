@@ -28,7 +28,7 @@ from torch import Tensor
 from recpo.artifacts.documents import as_configuration, write_tensors
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import Policy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.types import FeedbackBatch, Histories, Slates
@@ -139,13 +139,10 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
             do not fit.
     """
     name = manifest.policy["class"]
-    try:
+    faults = SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError
+    with reading(f"{root}: {name} with its options", *faults, remedy="export it again", field=name):
         policy = policy_of_size(root, manifest, manifest.num_items)
-        weights = load_file(root / WEIGHTS)
-        policy.load_state_dict(weights)
-    except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
-        message = f"{root}: weights and options of {name} do not fit ({error}): export it again"
-        raise RecpoError(message, code="damaged", field=name) from error
+        policy.load_state_dict(load_file(root / WEIGHTS))
     told = manifest.max_history, manifest.reads_timestamps, manifest.reads.batches
     if (policy.max_history, policy.reads_timestamps, policy.reads) != told:
         message = f"{root}: options of {name} do not fit the manifest: export it again"
