@@ -42,15 +42,11 @@ def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, 
         flags: the columns among them that become a boolean: whether the value is one of those that mean true; or the
             grade of the value.
     """
-    chosen = {column: _plain_number(rows[name]) for column, name in columns.items()}
+    read: dict[str, ir.Value] = {column: rows[name] for column, name in columns.items()}
+    chosen = {column: one.cast("float64") if one.type().is_decimal() else one for column, one in read.items()}
     chosen |= {column: _whole(chosen[column]) for column in LogColumns.IDS if column in chosen}
     chosen |= {column: _read(chosen[column], flag) for column, flag in flags.items()}
     return rows.select(**{Engine.FILE: rows[Engine.FILE], Engine.ROW: rows[Engine.ROW]}, **chosen)
-
-
-def _plain_number(column: ir.Value) -> ir.Value:
-    """Decimals, as databases write them, as float64; other columns as they are."""
-    return column.cast("float64") if column.type().is_decimal() else column
 
 
 def _whole(column: ir.Value) -> ir.Value:

@@ -14,7 +14,7 @@ from recpo.base.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, P
 from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
 from recpo.base.features import SIDES, Feature, FeatureSchema, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
-from recpo.log import events as standard_events, feature_columns, feature_tables, schema, splits, writing
+from recpo.log import events as standard_events, feature_columns, feature_tables, schema, shaping, splits, writing
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine
 from recpo.log.events import CatalogScope
@@ -22,29 +22,8 @@ from recpo.log.feature_tables import ID, FeatureTable
 from recpo.log.files import Log, open_log
 from recpo.log.locations import Place
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
-from recpo.log.schema import (
-    AVAILABILITY,
-    PERIODS,
-    PRESETS,
-    TRAIN,
-    VALID,
-    Columns,
-    Derived,
-    Fault,
-    FlagColumn,
-    LogColumns,
-    PresetName,
-)
-from recpo.log.shaping import (
-    Label,
-    WatchQuantiles,
-    bucket_counts,
-    cutoff_table,
-    definition,
-    quantile_table,
-    quantiles_in_seconds,
-    watch_ties,
-)
+from recpo.log.schema import AVAILABILITY, PERIODS, TRAIN, VALID, Columns, Derived, Fault, FlagColumn, LogColumns
+from recpo.log.shaping import Label, WatchQuantiles
 from recpo.log.splits import Split, TemporalSplit
 from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags, usable_rows
 from recpo.log.writing import Encoding, Output, Sources, Workplace
@@ -59,7 +38,7 @@ STAGES: Final = ("reading", "checking", "splitting", "labeling", "features", *PE
 class Preparation:
     """The options that determine a prepared directory."""
 
-    preset: PresetName = "plain"
+    preset: schema.PresetName = "plain"
     """column names and units to start from, including features and behaviors"""
     columns: Columns = Columns()  # noqa: RUF009  frozen
     """columns and units that differ from the preset"""
@@ -112,9 +91,11 @@ class Preparation:
     """format of text files: their delimiter, such as ``::``, and their column names if the first line has none"""
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
+        if self.preset not in schema.PRESETS:
             raise RecpoError(
-                f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}", code="unknown_name", field="preset"
+                f"preset {self.preset!r}: expected one of {', '.join(schema.PRESETS)}",
+                code="unknown_name",
+                field="preset",
             )
         validate_ranges(self)
         self.more, self.ends  # noqa: B018 checks the names of behaviors, and the times
@@ -129,7 +110,7 @@ class Preparation:
     @property
     def mapping(self) -> Columns:
         """The user's columns, completed by the preset."""
-        return self.columns.over(PRESETS[self.preset])
+        return self.columns.over(schema.PRESETS[self.preset])
 
     @property
     def more(self) -> feature_columns.EventColumns:
@@ -382,10 +363,10 @@ class PrepareRun:
         """Adds positions, requests and labels; the watch-time quantiles of the train period are fitted and written."""
         self._stage("labeling")
         engine, label = self.engine, self.choice.label
-        counts = engine.materialize("counts", bucket_counts(events, label))
-        quantiles = quantile_table(counts)
+        counts = engine.materialize("counts", shaping.bucket_counts(events, label))
+        quantiles = shaping.quantile_table(counts)
         self._write_rows(quantiles.order_by(quantiles.columns[:2]), schema.QUANTILE_SCHEMA, QUANTILES)
-        self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
+        self.counts["watch_time_ties"] = engine.row(shaping.watch_ties(quantiles))
         placed = standard_events.add_positions(events, standard_events.time_order(events))
         if not label.reads_events_once:
             placed = engine.materialize("placed", placed)
@@ -394,8 +375,10 @@ class PrepareRun:
             engine.drop("placed")
         # the label with its options, and the column that it reads: logs whose labels mean the same agree in it
         described = repr(label) + self._label_column()
-        self.quantiles = quantiles_in_seconds(engine.table(cutoff_table(quantiles)))
-        self.feedback = definition(self.quantiles, self.choice.feedback, label, self.choice.max_watch_time, described)
+        self.quantiles = shaping.quantiles_in_seconds(engine.table(shaping.cutoff_table(quantiles)))
+        self.feedback = shaping.definition(
+            self.quantiles, self.choice.feedback, label, self.choice.max_watch_time, described
+        )
 
     def _label_column(self) -> str:
         """The column that the label reads, and the values that have grades; empty if it reads none."""

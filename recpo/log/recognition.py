@@ -181,7 +181,8 @@ class _Recognizer:
             self._find_watch_time(table)
         self._add_behaviors()
         self.doubts += [*opinion_doubts, *self._label_by_actions()]
-        rest = self._unused()
+        used = {name_of(column) for columns in (self.columns, self.behaviors) for column in columns.values()}
+        rest = [one for name, one in self.facts.items() if name not in used]
         found = [(role, self.columns[role]) for role in LogColumns.ALL if role in self.columns]
         evidence = {role: f"{self.how[role]}: {self._facts_of(role).evidence}" for role, _ in found}
         findings = (Finding(role, source, self.units.get(role), evidence[role]) for role, source in found)
@@ -431,18 +432,15 @@ class _Recognizer:
             elif texts := true_texts(facts.texts):
                 self.behaviors[behavior] = event_kinds.flag_of(name, texts)
 
-    def _unused(self) -> list[ColumnFacts]:
-        """The columns that have no role and are no behavior."""
-        used = {name_of(column) for columns in (self.columns, self.behaviors) for column in columns.values()}
-        return [one for name, one in self.facts.items() if name not in used]
-
     def _label_by_actions(self) -> list[str]:
         """Without watch times and ratings, what users did with an exposure says how good it was.
 
         Returns:
             What to check.
         """
-        sparse, score = self._rarely_rated(), self._model_score()
+        rated = self._name(LogColumns.LABEL) if self.how.get(LogColumns.LABEL) == "by its name" else None
+        sparse = rated if rated is not None and 2 * self.facts[rated].nulls > self.facts[rated].rows else None
+        score = rated if rated is not None and plain_name(rated) in column_facts.MODEL_SCORES else None
         if LogColumns.WATCH_TIME in self.columns or (LogColumns.LABEL in self.columns and not (sparse or score)):
             return []
         found = next(chain(self._kinds_as_labels(), self._behaviors_as_labels(), self._skips_as_labels()), None)
@@ -467,20 +465,6 @@ class _Recognizer:
         if sparse is None:
             return [doubt]
         return [f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)", doubt]
-
-    def _label_by_name(self) -> str | None:
-        """The column of the label if its name alone says so; None = there is none, or more says so."""
-        return self._name(LogColumns.LABEL) if self.how.get(LogColumns.LABEL) == "by its name" else None
-
-    def _rarely_rated(self) -> str | None:
-        """A label by its name that most events do not have; None = it is another one."""
-        name = self._label_by_name()
-        return name if name is not None and 2 * self.facts[name].nulls > self.facts[name].rows else None
-
-    def _model_score(self) -> str | None:
-        """A label by a name that models' scores have too; None = it is another one."""
-        name = self._label_by_name()
-        return name if name is not None and plain_name(name) in column_facts.MODEL_SCORES else None
 
     def _is_earned(self, name: str) -> bool:
         """Whether a column has points that people earn: as a rating they are at most 100."""
