@@ -172,19 +172,16 @@ _KUAIRAND: Final = FeatureColumns(
     context=(Category("tab"), Category("hour", column="hourmin")),
     available_from="upload_dt",
 )
-#: Features of well-known logs. A column that a table or log lacks is left out.
+#: Features of well-known logs that have any. A column that a table or log lacks is left out.
 PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
-    "plain": FeatureColumns(),
     # video_features_basic_*.csv, user_features_*.csv; hourmin is the hour times 100
     "kuairand": _KUAIRAND,
     # movies.csv
     "movielens": FeatureColumns(item=(Categories("genres", separator="|"),)),
-    "recbole": FeatureColumns(),
 }
 
-#: Behaviors of well-known logs: name -> column. A column that a log lacks is left out.
+#: Behaviors of well-known logs that have any: name -> column. A column that a log lacks is left out.
 PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
-    "plain": {},
     "kuairand": {
         "click": "is_click",
         "like": "is_like",
@@ -193,8 +190,6 @@ PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
         "share": "is_forward",
         "profile": "is_profile_enter",
     },
-    "movielens": {},
-    "recbole": {},
 }
 
 

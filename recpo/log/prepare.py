@@ -115,7 +115,7 @@ class Preparation:
     @property
     def more(self) -> feature_columns.EventColumns:
         """Behaviors and request features: the user's, completed by the preset."""
-        behaviors = feature_columns.PRESET_BEHAVIORS[self.preset] if self.behaviors is None else self.behaviors
+        behaviors = feature_columns.PRESET_BEHAVIORS.get(self.preset, {}) if self.behaviors is None else self.behaviors
         chosen = {feature_columns.BEHAVIOR + name for name in self.behaviors or ()}
         chosen |= {feature_columns.CONTEXT + feature.name for feature in self.features.context or ()}
         return feature_columns.EventColumns(behaviors, self.table_columns.context or (), frozenset(chosen))
@@ -128,7 +128,8 @@ class Preparation:
     @property
     def table_columns(self) -> feature_columns.FeatureColumns:
         """Features and other columns of tables: the user's, completed by the preset."""
-        return self.features.over(feature_columns.PRESET_FEATURES[self.preset])
+        known = feature_columns.PRESET_FEATURES
+        return self.features.over(known.get(self.preset, feature_columns.FeatureColumns()))
 
     def describe(self) -> dict[str, Any]:
         """The options for the manifest, with the complete mapping."""

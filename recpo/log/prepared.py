@@ -128,8 +128,8 @@ class Prepared(Artifact):
             RecpoError: no manifest (not a prepared directory, or an unfinished preparation), another format version, a
                 shard that is missing or truncated, or a manifest, item table or user table that was changed.
         """
-        if isinstance(root, Prepared):
-            return root
+        if isinstance(root, Artifact):
+            return super().open(root)
         root = locate(root)
         cls.recognize(root)
         file = root / MANIFEST

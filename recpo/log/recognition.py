@@ -419,7 +419,7 @@ class _Recognizer:
 
     def _add_behaviors(self) -> None:
         """Adds the behaviors that flags state."""
-        known = {column: name for name, column in PRESET_BEHAVIORS[self.preset].items()}
+        known = {column: name for name, column in PRESET_BEHAVIORS.get(self.preset, {}).items()}
         for name, facts in self.facts.items():
             happened = bool(facts.nulls) and facts.is_clock
             behavior = known.get(name) or event_kinds.behavior_of(name, at=happened)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 
@@ -120,13 +120,8 @@ class BundleManifest(Artifact):
         self.write_facts(root, vars(self) | parts, _visible(root) - {MANIFEST, MARKER})
 
     @classmethod
-    def read(cls, root: Path) -> BundleManifest:
-        """Reads the manifest and verifies every file of the bundle.
-
-        Raises:
-            RecpoError: no bundle, an unfinished export, another format version, or a missing or altered file.
-        """
-        root = Path(root)
+    def _read(cls, root: Path) -> Self:
+        """Reads the manifest and verifies every file of the bundle."""
         content = cls.facts_of(root)
         manifest = cls._parsed(content, root / MANIFEST)
         verify(root, manifest.files, cls.remedy())
@@ -136,7 +131,7 @@ class BundleManifest(Artifact):
         return manifest
 
     @classmethod
-    def _parsed(cls, content: dict[str, Any], path: Path) -> BundleManifest:
+    def _parsed(cls, content: dict[str, Any], path: Path) -> Self:
         def damaged(what: str, field: str) -> RecpoError:
             return RecpoError(f"{path} is damaged: {what}; {cls.remedy()}", code="damaged", field=field)
 

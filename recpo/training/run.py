@@ -113,8 +113,8 @@ class Run(Artifact):
             RecpoError: not a run, an unfinished run, another format, changed files, or a configuration that names
                 classes of other packages.
         """
-        if isinstance(root, Run):
-            return root
+        if isinstance(root, Artifact):
+            return super().open(root)
         root = Path(root)
         begun = (root / Run.RESOLVED).is_file() and kind_of(root) in (None, "run")
         if begun and not (root / Run.FINISHED).is_file():

@@ -472,7 +472,7 @@ def _indexed(root: Path) -> str:
     from recpo.serving.manifest import BundleManifest
     from recpo.serving.runtimes import ItemIndex
 
-    manifest = BundleManifest.read(root / "indexed")
+    manifest = BundleManifest.open(root / "indexed")
     index = ItemIndex.load(root / "indexed", manifest)
     states = np.ascontiguousarray(index.vectors[1:4])
     ids, scores = index.search(states, np.zeros((3, 1), np.int64), min(5, manifest.num_items))
