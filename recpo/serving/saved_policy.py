@@ -33,14 +33,7 @@ from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.log.id_map import IdMap
-from recpo.policies.baseline import (
-    EasePolicy,
-    FactorPolicy,
-    ImplicitPolicy,
-    PersonalPopularityPolicy,
-    PopularityPolicy,
-    SequentialRulesPolicy,
-)
+from recpo.policies import baseline
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
@@ -67,8 +60,8 @@ def _name_of(own: type) -> str:
     return f"{own.__module__}.{own.__qualname__}"
 
 
-_COUNTED = (SequentialRulesPolicy, PersonalPopularityPolicy)
-_BASELINES = (PopularityPolicy, FactorPolicy, ImplicitPolicy, EasePolicy, *_COUNTED)
+_COUNTED = (baseline.SequentialRulesPolicy, baseline.PersonalPopularityPolicy)
+_BASELINES = (baseline.PopularityPolicy, baseline.FactorPolicy, baseline.ImplicitPolicy, baseline.EasePolicy, *_COUNTED)
 _BASES = (CatalogSoftmaxPolicy, SemanticIdPolicy, *_BASELINES)
 _OWN: dict[str, type[Policy | Block]] = {_name_of(own): own for own in (*_BASES, *_TILTED, SASRecBlock, HSTUBlock)}
 #: the options that are entries themselves, and the classes that they may name

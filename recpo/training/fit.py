@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser, Namespace
 from lightning import Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -38,17 +38,7 @@ from recpo.batches.datamodule import Phases
 from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.rewards import validate_identity
-from recpo.training.callbacks import (
-    BestCheckpoint,
-    CollapseGuard,
-    FiniteGuard,
-    LastCheckpoint,
-    ReportLostRanks,
-    ValidateAtEnd,
-    WeightAveraging,
-    lost_rank,
-    tune_allocator,
-)
+from recpo.training.callbacks import callbacks_of, lost_rank, tune_allocator
 from recpo.training.checkpoints import validate_checkpoint
 from recpo.training.class_names import class_names, validate_class_names, without_trust
 from recpo.training.contradictions import feedback_warnings
@@ -56,14 +46,7 @@ from recpo.training.module import PreferenceModule
 from recpo.training.options import rewards_of
 from recpo.training.run import Run, built, checkpoint_path, hand_over
 from recpo.training.run_directory import RunDirectory
-from recpo.training.trainer import (
-    DEFAULT_EPOCHS,
-    SentMetrics,
-    Throughput,
-    TrainOptions,
-    says_when_to_stop,
-    trainer_error,
-)
+from recpo.training.trainer import DEFAULT_EPOCHS, SentMetrics, TrainOptions, says_when_to_stop, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import WarmStart, growth_of, same_training
 
@@ -229,7 +212,7 @@ def run_configuration(
         callbacks = [*callbacks, LambdaCallback(on_train_start=start.load_optimizer)]
     if options.rollout is not None:
         options.data.phases = Phases(options.rollout.batches, options.rollout.epochs)
-    callbacks = [*callbacks, *_callbacks(options, module, out)]
+    callbacks = [*callbacks, *callbacks_of(options, module, out)]
     loggers = [] if metrics is None else [SentMetrics(metrics)]
     trainer = options.trainer.build(out, callbacks=callbacks, loggers=loggers, progress=options.progress)
     if options.patience is not None and not trainer.limit_val_batches:
@@ -345,19 +328,6 @@ def _validate_identity(model: Policy, options: TrainOptions) -> None:
             code="mismatch",
             field="policy",
         )
-
-
-def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> list[Callback]:
-    checkpoints = out / Run.CHECKPOINTS
-    callbacks: list[Callback] = [ReportLostRanks(out), FiniteGuard(), ValidateAtEnd(), Throughput()]
-    if options.rollout is not None:
-        callbacks.append(CollapseGuard(options.rollout.collapse, module.ranking_metric))
-    if options.weight_averaging is not None:
-        callbacks.append(WeightAveraging(options.weight_averaging))
-    if options.patience is not None:
-        callbacks.append(EarlyStopping(module.monitor, mode=module.monitor_mode, patience=options.patience))
-    callbacks.append(BestCheckpoint(checkpoints, module.monitor, module.monitor_mode))
-    return [*callbacks, LastCheckpoint(checkpoints, options.checkpoint_every)]
 
 
 @contextmanager
