@@ -12,21 +12,11 @@ from typing import Any, Final
 import pyarrow as pa
 
 from recpo.base.frames import some_of
-from recpo.log import column_facts, event_kinds
+from recpo.log import column_facts, event_kinds, schema
 from recpo.log.column_facts import ColumnFacts, plain_name, rank_as, unit_of_name
 from recpo.log.event_kinds import opinions, true_texts
 from recpo.log.feature_columns import PRESET_BEHAVIORS
-from recpo.log.schema import (
-    ANY,
-    MILLISECONDS_PER_UNIT,
-    PRESETS,
-    Columns,
-    FlagColumn,
-    LogColumns,
-    PresetName,
-    name_of,
-    preset_of,
-)
+from recpo.log.schema import Columns, FlagColumn, LogColumns, PresetName, name_of, preset_of
 
 _UNIT_OPTION: Final = {
     LogColumns.TIMESTAMP: "time_unit",
@@ -215,7 +205,7 @@ class _Recognizer:
         for role, source in self.given.sources().items():
             if name_of(source) in self.facts:
                 self._set(role, source, "given")
-        for role, column in PRESETS[self.preset].named().items() if self.preset != "plain" else ():
+        for role, column in schema.PRESETS[self.preset].named().items() if self.preset != "plain" else ():
             if role not in self.columns and column in self.facts and _suits(self.facts[column], role):
                 self._set(role, column, f"preset {self.preset}")
         for role in (*self.given.required, *LogColumns.OPTIONAL):
@@ -350,7 +340,7 @@ class _Recognizer:
 
     def _length_unit(self, role: str) -> str | None:
         option, own = _UNIT_OPTION[role], self._facts_of(role)
-        preset = getattr(PRESETS[self.preset], option) if self.preset != "plain" else None
+        preset = getattr(schema.PRESETS[self.preset], option) if self.preset != "plain" else None
         units, said = column_facts.length_units(own, role), unit_of_name(own.name) or preset
         if said is not None and (said in units or said == "min" or not units):
             if not column_facts.is_plausible(own, role, said):
@@ -381,9 +371,9 @@ class _Recognizer:
         settled = [named] if named else column_facts.length_units(other, partner)
         if len(settled) != 1 or not other.median or not own.median:
             return units
-        reference, suiting = other.median * MILLISECONDS_PER_UNIT[settled[0]], []
+        reference, suiting = other.median * schema.MILLISECONDS_PER_UNIT[settled[0]], []
         for unit in units:
-            here = own.median * MILLISECONDS_PER_UNIT[unit]
+            here = own.median * schema.MILLISECONDS_PER_UNIT[unit]
             ratio = here / reference if role == LogColumns.WATCH_TIME else reference / here
             suiting += [unit] if _RATIO[0] <= ratio <= _RATIO[1] else []
         return suiting or units
@@ -426,7 +416,7 @@ class _Recognizer:
             if not self._is_free(name) or behavior is None or behavior in self.behaviors:
                 continue
             if happened:
-                self.behaviors[behavior] = FlagColumn(name, ANY)
+                self.behaviors[behavior] = FlagColumn(name, schema.ANY)
             elif facts.kind == "flag":
                 self.behaviors[behavior] = name
             elif texts := true_texts(facts.texts):
