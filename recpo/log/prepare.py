@@ -462,11 +462,11 @@ class PrepareRun:
         return [name for name in AVAILABILITY if name in {*self._said} | by_events]
 
     def _given(self) -> ir.Table:
-        """What the item table says of all items: ``item_id``, the times of ``_said`` in ms, and ``duration_ms``."""
+        """Of all items, from the item table: ``item_id``, the times of ``_said`` in ms, and ``duration_ms``."""
         return self._item_facts()
 
     def _item_facts(self) -> ir.Table:
-        """What the item table says of its own items, see ``_given``."""
+        """Of the items of the item table alone; see ``_given``."""
         rows, columns = self.tables["item"].rows(self.engine), self.choice.table_columns
         facts = {name: standard_events.timestamp_ms(rows[name], columns.available_unit) for name in self._said}
         if LogColumns.DURATION in self._of_items:
