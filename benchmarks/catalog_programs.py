@@ -102,7 +102,7 @@ def measure(root: Path, form: str, repeats: int) -> dict[str, Any]:
     from recpo.serving.histories import EncodedHistories
     from recpo.serving.manifest import BundleManifest
 
-    manifest = BundleManifest.read(root)
+    manifest = BundleManifest.open(root)
     before = resident_mb()
     if form == "compiled":
         from recpo.serving.export import load_compiled

@@ -78,7 +78,7 @@ PARTS = (
     ("program in ONNX Runtime", "runtimes.py:run"),
     ("histories of users", "serving/histories.py:", "recommend.py:_blocks", "frames.py:"),
     ("lists to ids and Parquet", "serving/recommending.py:", "id_map.py:", "recommend.py:_write"),
-    ("configuration", "jsonargparse/", "cli/parser.py:"),
+    ("configuration", "jsonargparse/", "cli/main.py:"),
 )
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise")
 

@@ -20,10 +20,9 @@ from typing import Any
 from jsonargparse._parameter_resolvers import get_signature_parameters
 
 from recpo.artifacts.artifact import Artifact
-from recpo.cli.main import VERBS
-from recpo.cli.parser import documentation, verb_class, without_help
+from recpo.cli.main import VERBS, documentation, verb_class, without_help
 from recpo.cli.spelling import INDEX, PACKAGES
-from recpo.training.configuration import train_parser
+from recpo.training.fit import train_parser
 from recpo.training.trainer import TrainOptions
 from recpo.verbs.verb import UNRECORDED
 

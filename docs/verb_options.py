@@ -17,8 +17,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from recpo.cli.main import VERBS
-from recpo.cli.parser import parser_of, verb_class
+from recpo.cli.main import VERBS, parser_of, verb_class
 
 #: Options of every verb, said once in docs/reference/index.md.
 _COMMON = {"help", "config", "print_config"}

@@ -55,7 +55,7 @@ OWNERS = {
     "recpo/ops/reduce": LOSSES,
     "recpo/ops/kernels": ["tests/ops/test_kernels.py", "tests/ops/test_linear_logprob.py"],
     "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py", "tests/ops/test_sampled_softmax.py"],
-    "recpo/ops/hashing": ["tests/policies/test_item_features.py"],
+    "recpo/ops/exposures": ["tests/ops", *LOSSES, "tests/policies/test_item_features.py"],
     "recpo/ops/sharded_logprob": ["tests/ops/test_sharded_logprob.py"],
     "recpo/policies/grade_factors": ["tests/policies/test_small_systems.py", "tests/policies/test_tilted.py"],
     "recpo/objectives/advantages": [

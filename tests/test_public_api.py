@@ -50,6 +50,9 @@ def test_load_opens_each_kind_of_directory_by_its_marker(prepared, world, tmp_pa
     assert isinstance(recpo.load(prepared), recpo.Prepared)
     assert isinstance(recpo.load(str(world)), recpo.Simulation)
     assert isinstance(recpo.load(codes), recpo.Codes)
+    for other in (recpo.Prepared, recpo.Run, recpo.Bundle, recpo.Factors):
+        with refused("wrong_file", ...):  # open, but of another kind
+            other.open(codes)
     assert capfd.readouterr() == ("", "")
 
 

@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from recpo.cli.main import VERBS
+from recpo.cli.main import VERBS, joined_lists, parser_of, verb_class
 from recpo.cli.output import terminal_options
-from recpo.cli.parser import joined_lists, parser_of, verb_class
 from tests.commands import run_commands
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import verify
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,15 +101,14 @@ class Codes(Artifact):
     @classmethod
     def _read(cls, root: Path) -> Self:
         manifest = cls.facts_of(root)
-        try:
+        faults = OSError, ValueError, TypeError, KeyError, pa.ArrowException
+        with reading(root, *faults, remedy=cls.remedy(), field="codes"):
             files = manifest["files"]  # a run has no copy of the codebooks
             verify(root, {name: files[name] for name in files if (root / name).exists() or name == CODES}, cls.remedy())
             sizes = tuple(int(size) for size in manifest["codebook_sizes"])
             columns = pq.read_table(root / CODES, columns=[f"code_{level}" for level in range(len(sizes))])
             codes = np.stack([column.to_numpy() for column in columns.columns], 1).astype(np.int64)
             return cls(codes, sizes, str(manifest["catalog_checksum"]), root, manifest)
-        except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-            raise RecpoError(f"{root} is damaged ({error!r}): {cls.remedy()}", code="damaged", field="codes") from error
 
     def save(self, root: Path, item_ids: pa.ChunkedArray | pa.Array, description: dict[str, Any]) -> None:
         """Writes ``codes.parquet`` and, last, ``manifest.json`` into the directory ``root``, which may have codebooks.

@@ -4,14 +4,13 @@ A field of a dataclass of options has such a type instead of a check by hand. Th
 while they parse; ``validate_ranges`` checks them for callers in Python.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
+from pathlib import PurePath
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -115,6 +114,27 @@ def validate_range(fits: bool, name: str, rule: str, value: object) -> None:
 def first_line(error: object) -> str:
     """The first line of another program's message, at most 300 characters; the name of its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+@contextmanager
+def reading(what: object, *errors: type[Exception], remedy: str, field: str | None = None) -> Iterator[None]:
+    """Turns errors about a file, of a library that reads it or of its content, into one that says what to do.
+
+    Args:
+        what: the file, or what is read.
+        errors: that mean that it is damaged.
+        remedy: what to do about it; the end of the message.
+        field: what the error is about; None = the name of the file.
+
+    Raises:
+        RecpoError: one of ``errors`` was raised in the block (code ``damaged``).
+    """
+    try:
+        yield
+    except errors as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        name = PurePath(str(what)).name if field is None else field
+        raise RecpoError(f"{what} cannot be read ({reason}): {remedy}", code="damaged", field=name) from error
 
 
 def validate_ranges(options: Any, prefix: str = "") -> None:

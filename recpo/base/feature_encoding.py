@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.features import (
     FIRST_CODE,
     MISSING,
@@ -328,10 +328,8 @@ def _fitted(root: Path, side: Side, schema: FeatureSchema, remedy: str) -> Fitte
     values = {}
     for name in schema.coded(side):
         file = root / vocabulary_file(side, name)
-        try:
+        with reading(file, OSError, pa.ArrowException, remedy=remedy):
             values[name] = pq.read_table(file, columns=["value"]).column(0).combine_chunks()
-        except (OSError, pa.ArrowException) as error:
-            raise RecpoError(f"{file} cannot be read ({error}): {remedy}", code="damaged", field=file.name) from error
     fitted = of_side(schema.of(side), values)
     for feature in fitted.features:
         known = fitted.vocabularies.get(feature.name)

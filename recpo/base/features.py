@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 
 if TYPE_CHECKING:
     from recpo.base.types import Features
@@ -231,11 +231,8 @@ class FeatureSchema:
         """
         if content is None:
             return cls()
-        try:
-            sides = {side: tuple(_feature_from_json(one) for one in content[side]) for side in SIDES}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RecpoError(f"{source} is damaged ({error!r}): {_REMEDY}", code="damaged", field="features") from error
-        return cls(**sides)
+        with reading(source, KeyError, TypeError, ValueError, AttributeError, remedy=_REMEDY, field="features"):
+            return cls(**{side: tuple(_feature_from_json(one) for one in content[side]) for side in SIDES})
 
 
 def _feature_from_json(content: dict[str, Any]) -> Feature:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 
 import numpy as np
 
-from recpo.base.errors import RecpoError, validate_range
+from recpo.base.errors import RecpoError, reading, validate_range
 
 NUM_GRADES: Final = 16
 """Feedback levels of known feedback without a dislike: sixteenths of the watch times, or of the labels."""
@@ -229,7 +229,7 @@ class FeedbackDefinition:
             RecpoError: a key is missing, a value has the wrong type, thresholds or cutoffs are out of range, or it was
                 made when there were other feedback levels.
         """
-        try:
+        with reading(source, KeyError, TypeError, ValueError, AttributeError, remedy=_HINT, field="feedback"):
             if content["levels"] != HIGHEST + 1:
                 raise ValueError(f"{content['levels']} feedback levels, expected {HIGHEST + 1}")
             rule = FeedbackRule(float(content["positive_threshold"]), float(content["skip_threshold"]))
@@ -242,8 +242,6 @@ class FeedbackDefinition:
             for limits in cutoffs.values():
                 if len(limits) != NUM_GRADES - 1 or not all(0.0 <= a <= b < math.inf for a, b in pairwise(limits)):
                     raise ValueError(f"cutoffs {limits}: expected {NUM_GRADES - 1} ascending times in seconds")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RecpoError(f"{source} is damaged ({error!r}): {_HINT}", code="damaged", field="feedback") from error
         return cls(rule, base, cutoffs, longest, label, exponent, every_event)
 
 

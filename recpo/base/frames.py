@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,10 @@ from recpo.base.errors import RecpoError
 
 #: pandas' name for an unnamed index. Selected or sorted rows have one; it contains no information.
 _UNNAMED_INDEX = re.compile(r"__index_level_\d+__")
+#: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
+EARLIEST_MS: Final = 31_536_000_000
+LATEST_MS: Final = 4_102_444_800_000
+_SECONDS_FROM: Final = 100_000_000  # smaller integers may be event counters ("order")
 _SHOWN_VALUES = 3
 _SHOWN_NAMES = 20
 
@@ -206,6 +210,17 @@ def optional_times(table: pa.Table, column: str, missing: int, name: str = "fram
         given = pc.is_valid(table.column(column)).to_numpy()
         times[given] = time_column(table.filter(table.column(column).is_valid()), column, name)
     return times
+
+
+def are_seconds(times: Any) -> Any:
+    """Whether a number, or each of an array, is a time in seconds that was mistaken for milliseconds."""
+    return (times >= _SECONDS_FROM) & (times < EARLIEST_MS)
+
+
+def are_no_times(times: np.ndarray) -> np.ndarray:
+    """Which integers are neither plausible milliseconds since 1970 nor event counters."""
+    wrong: np.ndarray = (times < 0) | (times >= LATEST_MS) | are_seconds(times)
+    return wrong
 
 
 def first_values(values: Iterable[Any]) -> str:

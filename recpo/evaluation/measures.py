@@ -5,8 +5,6 @@ held-out outcomes (``recpo.ops.exposures.Targets``). A measure of what the user 
 such as likes, follows and shares (``BehaviorRates``).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy

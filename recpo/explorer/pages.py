@@ -30,17 +30,7 @@ from recpo.evaluation.html_report.parts import environment
 from recpo.evaluation.html_report.svg import Figure
 from recpo.evaluation.reading import ends_of
 from recpo.explorer.people_and_items import Catalog, Item, People, known
-from recpo.explorer.survey import (
-    ORDERS,
-    Listed,
-    Survey,
-    Traffic,
-    calibration,
-    coverage,
-    moved_items,
-    neighbors,
-    overlaps,
-)
+from recpo.explorer.survey import ORDERS, Listed, Survey, Traffic
 
 #: Makes the address of a page from its kind (users, items) and its key; None = there is no such page.
 Address = Callable[[str, Any], str | None]
@@ -183,7 +173,7 @@ class Pages:
         item = self.catalog.items([index]).get(index)
         if item is None:
             return None
-        nearness, near = neighbors(self.survey, index)
+        nearness, near = self.survey.neighbors(index)
         trie = [] if self.codes is None else _trie(self.codes, index)
         known = self.catalog.items([one for one, _ in near] + [one for level in trie for one in level[2]])
         owners = [self.survey.owners(place, index) for place in range(len(self.names))]
@@ -209,9 +199,9 @@ class Pages:
             pairs.append((self.names[place], shares, self.item_rows(gaining), self.item_rows(losing)))
         return {
             "pairs": pairs,
-            "overlap": overlaps(self.survey),
-            "coverage": coverage(self.survey, self.catalog),
-            "calibration": calibration(self.survey, self.catalog),
+            "overlap": self.survey.overlaps(),
+            "coverage": self.survey.coverage(self.catalog),
+            "calibration": self.survey.calibration(self.catalog),
             "curves": self._curves,
             "advice": [(one.name, one.advice) for one in self.survey.contenders if one.advice],
         }
@@ -243,7 +233,7 @@ class Pages:
         return [(known[one], [1000 * float(count[one]) / sample for count in counts]) for one in found if one in known]
 
     def _moved(self, order: str, other: int, count: int) -> list[int]:
-        return moved_items(self.survey, self.catalog, order, other, count)
+        return self.survey.moved_items(self.catalog, order, other, count)
 
     def _embedded(self, item: int) -> str | None:
         """The small picture of an item as a data address."""

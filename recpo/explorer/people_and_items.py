@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.stats import rankdata
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import held_out_batch
@@ -221,11 +221,9 @@ class Catalog:
         file = self.columns.file
         if file is None:
             return {"title": None, "picture": None, "attributes": []}
-        try:
+        remedy = "name a Parquet file with one row per item"
+        with reading(file, OSError, pa.ArrowException, remedy=remedy, field="item_table"):
             schema = pq.read_schema(file)
-        except (OSError, pa.ArrowException) as error:
-            message = f"{file} cannot be read as Parquet ({error}): name a table with one row per item"
-            raise RecpoError(message, code="damaged", field="item_table") from error
         named = [("item_column", self._item_id), ("title", self.columns.title), ("picture", self.columns.picture)]
         named += [("attributes", name) for name in self.columns.attributes or ()]
         for option, name in named:
@@ -251,11 +249,8 @@ class Catalog:
         return [(index, item_id, rows.get(item_id, {})) for index, item_id in zip(wanted, ids, strict=True)]
 
     def _query(self, query: str, values: list[Any]) -> list[tuple[Any, ...]]:
-        try:
+        with reading(self.columns.file, duckdb.Error, remedy="name a table of items", field="item_table"):
             return duckdb.cursor().execute(query, values).fetchall()  # a cursor of this thread
-        except duckdb.Error as error:
-            message = f"{self.columns.file} cannot be read ({str(error).splitlines()[0]}): name a table of items"
-            raise RecpoError(message, code="damaged", field="item_table") from error
 
 
 def _quoted(name: str) -> str:

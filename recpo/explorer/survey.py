@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch
 from recpo.batches.slates import HeldOutBatches, Rank
@@ -50,6 +50,11 @@ ORDERS: Final[Mapping[str, str]] = {
     "new": "new users",
     "short": "short histories",
 }
+_NEIGHBORS: Final = 12
+_VALUES: Final = 8  # values of an attribute that are shown
+_HEAD: Final = 100  # one item of so many is popular
+_LIKED: Final = 20_000  # items that most of the positives are of
+_MOST_VALUES: Final = 500  # an attribute with more is a name, not a kind
 
 
 class Shares(NamedTuple):
@@ -304,104 +309,90 @@ class Survey:
         of_grades = Reads() if self.grades is None else self.grades.reads
         return reduce(or_, (one.recommender.reads for one in self.contenders), of_grades)
 
+    def neighbors(self, item: int) -> tuple[str, list[tuple[int, float]]]:
+        """What near means, as the end of a sentence, and the nearest items with their nearness, the nearest first.
 
-_COUNT: Final = 12
+        By the factors of the reward model; without them, in the same lists.
+        """
+        model = self.grades
+        if model is None:
+            last = self.contenders[-1]
+            having = last.lists[(last.lists == item).any(1)]
+            counts = Counter(having[having != item].tolist())
+            counts.pop(0, None)
+            together = [(int(one), count / len(having)) for one, count in counts.most_common(_NEIGHBORS)]
+            return f"listed to the same users by {last.name}: share of its lists", together
+        near = cosine_similarity(model.item_factors, model.item_factors[item - 1][None], dim=1)
+        near[item - 1] = -torch.inf
+        best = near.topk(min(_NEIGHBORS, len(near)))
+        found = zip((best.indices + 1).tolist(), best.values.tolist(), strict=True)
+        return "cosine of the factors of the reward model", [(one, value) for one, value in found if np.isfinite(value)]
 
+    def moved_items(self, catalog: Catalog, order: str, other: int, count: int) -> list[int]:
+        """Items in an order of the items page, the first ``count``; ``other`` replaces the first contender."""
+        before, after = self.listed[0].astype(np.int64), self.listed[other].astype(np.int64)
+        moved = after - before
+        if order == "listed":
+            key = after
+        elif order == "new":
+            is_new = np.append(False, catalog.events == 0)
+            key = np.where(is_new, after + 1, 0)
+        else:
+            key = moved if order == "gain" else -moved
+        # only the items that are in a list, not the catalog, are sorted
+        some = np.flatnonzero(key > 0)
+        best = some[np.argsort(-key[some], kind="stable")][:count]
+        return [int(item) for item in best]
 
-def neighbors(survey: Survey, item: int) -> tuple[str, list[tuple[int, float]]]:
-    """What near means, as the end of a sentence, and the nearest items with their nearness, the nearest first.
+    def overlaps(self) -> list[tuple[str, list[float]]]:
+        """Mean overlap of the lists of every pair of contenders."""
+        count = range(len(self.contenders))
+        return [
+            (self.contenders[one].name, [float(self.overlap(one, other).mean()) for other in count]) for one in count
+        ]
 
-    By the factors of the reward model; without them, in the same lists.
-    """
-    model = survey.grades
-    if model is None:
-        last = survey.contenders[-1]
-        having = last.lists[(last.lists == item).any(1)]
-        counts = Counter(having[having != item].tolist())
-        counts.pop(0, None)
-        together = [(int(one), count / len(having)) for one, count in counts.most_common(_COUNT)]
-        return f"listed to the same users by {last.name}: share of its lists", together
-    near = cosine_similarity(model.item_factors, model.item_factors[item - 1][None], dim=1)
-    near[item - 1] = -torch.inf
-    best = near.topk(min(_COUNT, len(near)))
-    found = zip((best.indices + 1).tolist(), best.values.tolist(), strict=True)
-    return "cosine of the factors of the reward model", [(one, value) for one, value in found if np.isfinite(value)]
+    def coverage(self, catalog: Catalog) -> list[tuple[str, int, list[float]]]:
+        """How the lists of every contender spread over the catalog.
 
-
-_VALUES: Final = 8  # values of an attribute that are shown
-_HEAD: Final = 100  # one item of so many is popular
-_LIKED: Final = 20_000  # items that most of the positives are of
-_MOST_VALUES: Final = 500  # an attribute with more is a name, not a kind
-
-
-def moved_items(survey: Survey, catalog: Catalog, order: str, other: int, count: int) -> list[int]:
-    """Items in an order of the items page, the first ``count``; ``other`` replaces the first contender."""
-    before, after = survey.listed[0].astype(np.int64), survey.listed[other].astype(np.int64)
-    moved = after - before
-    if order == "listed":
-        key = after
-    elif order == "new":
+        Returns:
+            Name, distinct items in the lists, and shares: these items of the catalog, places that hold one of the most
+            popular hundredth of the items, places that hold items without training events, users with a short list.
+        """
+        items = self.data.num_items
+        is_popular = np.append(False, catalog.ranks <= max(1, items // _HEAD))
         is_new = np.append(False, catalog.events == 0)
-        key = np.where(is_new, after + 1, 0)
-    else:
-        key = moved if order == "gain" else -moved
-    # only the items that are in a list, not the catalog, are sorted
-    some = np.flatnonzero(key > 0)
-    best = some[np.argsort(-key[some], kind="stable")][:count]
-    return [int(item) for item in best]
+        found = []
+        for place, one in enumerate(self.contenders):
+            count = self.listed[place]
+            total, covered = max(1, int(count.sum())), int((count > 0).sum())
+            short = float((one.lists == 0).any(1).mean())
+            popular, new = (float(count[which].sum()) / total for which in (is_popular, is_new))
+            found.append((one.name, covered, [covered / items, popular, new, short]))
+        return found
 
+    def calibration(self, catalog: Catalog) -> list[tuple[str, list[tuple[str, float, list[float]]]]]:
+        """Of every attribute with few values, how often lists hold them and how often users liked them before.
 
-def overlaps(survey: Survey) -> list[tuple[str, list[float]]]:
-    """Mean overlap of the lists of every pair of contenders."""
-    count = range(len(survey.contenders))
-    return [
-        (survey.contenders[one].name, [float(survey.overlap(one, other).mean()) for other in count]) for one in count
-    ]
+        What users liked are the training positives of the whole log.
 
-
-def coverage(survey: Survey, catalog: Catalog) -> list[tuple[str, int, list[float]]]:
-    """How the lists of every contender spread over the catalog.
-
-    Returns:
-        Name, distinct items in the lists, and shares: these items of the catalog, places that hold one of the most
-        popular hundredth of the items, places that hold items without training events, users whose list is not full.
-    """
-    items = survey.data.num_items
-    is_popular = np.append(False, catalog.ranks <= max(1, items // _HEAD))
-    is_new = np.append(False, catalog.events == 0)
-    found = []
-    for place, one in enumerate(survey.contenders):
-        count = survey.listed[place]
-        total, covered = max(1, int(count.sum())), int((count > 0).sum())
-        short = float((one.lists == 0).any(1).mean())
-        popular, new = (float(count[which].sum()) / total for which in (is_popular, is_new))
-        found.append((one.name, covered, [covered / items, popular, new, short]))
-    return found
-
-
-def calibration(survey: Survey, catalog: Catalog) -> list[tuple[str, list[tuple[str, float, list[float]]]]]:
-    """Of every attribute with few values, how often lists hold them and how often users liked them before.
-
-    What users liked are the training positives of the whole log.
-
-    Returns:
-        Attributes with rows: value, share among the items that users liked before, shares in the lists by contender.
-    """
-    liked = np.append(0, catalog.positives).astype(np.int64)
-    shown = np.flatnonzero(sum(survey.listed))
-    some = np.union1d(shown, np.argsort(-liked, kind="stable")[:_LIKED])
-    some = some[some > 0]
-    found = []
-    for attribute in catalog.attributes:
-        values = catalog.values(attribute, some.tolist())
-        before = _shares(values, liked)
-        if not 1 < len(before) <= _MOST_VALUES:
-            continue
-        of_lists = [_shares(values, count) for count in survey.listed]
-        most = sorted(before, key=before.__getitem__, reverse=True)[:_VALUES]
-        rows = [(value, before[value], [shares.get(value, 0.0) for shares in of_lists]) for value in most]
-        found.append((attribute, rows))
-    return found
+        Returns:
+            Attributes with rows: value, share among the items liked before, shares in the lists by contender.
+        """
+        liked = np.append(0, catalog.positives).astype(np.int64)
+        shown = np.flatnonzero(sum(self.listed))
+        some = np.union1d(shown, np.argsort(-liked, kind="stable")[:_LIKED])
+        some = some[some > 0]
+        found = []
+        for attribute in catalog.attributes:
+            values = catalog.values(attribute, some.tolist())
+            before = _shares(values, liked)
+            if not 1 < len(before) <= _MOST_VALUES:
+                continue
+            of_lists = [_shares(values, count) for count in self.listed]
+            most = sorted(before, key=before.__getitem__, reverse=True)[:_VALUES]
+            rows = [(value, before[value], [shares.get(value, 0.0) for shares in of_lists]) for value in most]
+            found.append((attribute, rows))
+        return found
 
 
 def _shares(values: Mapping[int, Sequence[str]], counts: np.ndarray) -> dict[str, float]:
@@ -481,24 +472,21 @@ def traffic(log: Path, data: Prepared) -> Traffic:
     if not files:
         message = f"{log} has no published exposures (*.parquet): wait until the outcome window of the first is over"
         raise RecpoError(message, code="empty", field="server_log")
-    try:
-        with duckdb.connect() as database:
-            names = {str(row[0]) for row in database.execute(_COLUMNS, [files]).fetchall()}
-            if missing := sorted({LogColumns.REQUEST_ID, *LogColumns.REQUIRED} - names):
-                message = f"{log} has no column {missing[0]!r}: name the directory that `recpo serve --log` writes"
-                raise RecpoError(message, code="missing_column", field="server_log")
-            value, value_of = _value(names)
-            variant = f"coalesce(log.{VARIANT}, 'no variant')" if VARIANT in names else "'all exposures'"
-            is_random, dislike = (f"coalesce(log.{name}, false)" if name in names else "false" for name in _FLAGS)
-            exposures = _EXPOSURES.format(value=value, variant=variant, is_random=is_random, dislike=dislike)
-            database.execute(exposures, [files, str(data.root / "items.parquet")])
-            first, last = database.execute("SELECT min(timestamp), max(timestamp) FROM exposures").fetchall()[0]
-            unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
-            over_time = _groups(database, f"timestamp // {length} * {length}")
-            variants = _groups(database, "variant")
-    except (duckdb.Error, OSError) as error:
-        message = f"{log} cannot be read as a log of exposures ({str(error).splitlines()[0]})"
-        raise RecpoError(message, code="damaged", field="server_log") from error
+    remedy = "name the directory that `recpo serve --log` writes"
+    with reading(log, duckdb.Error, OSError, remedy=remedy, field="server_log"), duckdb.connect() as database:
+        names = {str(row[0]) for row in database.execute(_COLUMNS, [files]).fetchall()}
+        if missing := sorted({LogColumns.REQUEST_ID, *LogColumns.REQUIRED} - names):
+            message = f"{log} has no column {missing[0]!r}: {remedy}"
+            raise RecpoError(message, code="missing_column", field="server_log")
+        value, value_of = _value(names)
+        variant = f"coalesce(log.{VARIANT}, 'no variant')" if VARIANT in names else "'all exposures'"
+        is_random, dislike = (f"coalesce(log.{name}, false)" if name in names else "false" for name in _FLAGS)
+        exposures = _EXPOSURES.format(value=value, variant=variant, is_random=is_random, dislike=dislike)
+        database.execute(exposures, [files, str(data.root / "items.parquet")])
+        first, last = database.execute("SELECT min(timestamp), max(timestamp) FROM exposures").fetchall()[0]
+        unit, length = ("hour", _HOUR_MS) if last - first <= _MOST_HOURS * _HOUR_MS else ("day", 24 * _HOUR_MS)
+        over_time = _groups(database, f"timestamp // {length} * {length}")
+        variants = _groups(database, "variant")
     return Traffic([one._replace(name=_time(int(one.name), unit)) for one in over_time], variants, unit, value_of)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recpo.artifacts.documents import write_tensors
 from recpo.artifacts.semantic_codes import CODEBOOKS
-from recpo.base.errors import PositiveInt, RecpoError, validate_range, validate_ranges
+from recpo.base.errors import PositiveInt, RecpoError, reading, validate_range, validate_ranges
 
 Normalization = Literal["l2", "standardize", "none"]
 _BLOCK = 1 << 22  # floats of a block of distances
@@ -102,12 +102,8 @@ class Codebooks:
                 code="missing_file",
                 field=CODEBOOKS,
             )
-        try:
+        with reading(file, SafetensorError, TypeError, remedy="run `recpo tokenize` again"):
             return cls(**load_file(file))
-        except (SafetensorError, TypeError) as error:
-            raise RecpoError(
-                f"{file} is damaged ({error}): run `recpo tokenize` again", code="damaged", field=CODEBOOKS
-            ) from error
 
 
 def normalization(vectors: Tensor, kind: Normalization) -> tuple[Tensor, Tensor, Tensor]:

@@ -187,8 +187,8 @@ class Reranker(ABC):
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """Names of the item attributes that it reads."""
-        return ()
+        """Names of the item attributes that it reads: its option ``attribute``, if it has one."""
+        return (self.attribute,) if hasattr(self, "attribute") else ()
 
     @abstractmethod
     def order(
@@ -274,23 +274,11 @@ def vectors_of(known: ItemAttributes, items: IntArray) -> NDArray[np.float64]:
     return np.asarray(known.vectors[items], np.float64)
 
 
-@dataclass(frozen=True)
-class _ByAttribute(Reranker):
-    """A method that reads one attribute of the items."""
-
-    attribute: str
-
-    @property
-    def attributes(self) -> tuple[str, ...]:
-        """See ``Reranker``."""
-        return (self.attribute,)
-
-
 SMOOTHING = 0.01  # of the shares in the slate, so that the divergence is finite; that of the metric `miscalibration`
 
 
 @dataclass(frozen=True)
-class Calibration(_ByAttribute):
+class Calibration(Reranker):
     """A slate whose categories have the shares that they have in the user's history.
 
     Greedily the largest
@@ -355,7 +343,7 @@ def _equal(owner: IntArray) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class AttributeCap(_ByAttribute):
+class AttributeCap(Reranker):
     """The most relevant items such that at most ``at_most`` of them share a value of an attribute.
 
     An item with several values counts for each of them. An item without a value is never capped. If the shortlist has

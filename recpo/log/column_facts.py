@@ -79,11 +79,6 @@ class ColumnFacts:
         return self.kind == "text" and self.dated < MOSTLY and all(one[:1].isdigit() for one in self.examples)
 
     @property
-    def has_codes(self) -> bool:
-        """Whether there are few whole numbers, which may be codes for kinds of events."""
-        return self.kind == "whole" and self.few is not None
-
-    @property
     def has_clock_end(self) -> bool:
         """Whether the smallest or the largest number alone would be a time in some unit."""
         ends = [replace(self, least=end, most=end) for end in (self.least, self.most) if end is not None]
@@ -285,7 +280,7 @@ _ITEMS: Final = (
     *("clip", "game", "recipe", "hotel", "restaurant", "podcast", "course", "anime", "manga", "joke", "banner"),
 )
 #: What items are called in an id only: alone these are other things as often, such as the text of a post.
-_ITEMS_WITH_ID: Final = (
+ITEMS_WITH_ID: Final = (
     *("photo", "content", "news", "post", "ad", "app", "business", "poi", "feed", "show", "stream", "audiobook"),
     *("coupon", "voucher", "deal", "room", "property", "prop", "dish", "wine", "beer", "question", "exercise", "ep"),
     *("reel", "listing", "place", "venue", "job", "offer", "image", "pin", "asset", "story", "title", "creative"),
@@ -339,7 +334,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     LogColumns.ITEM_ID: (
         *("itemid", "iid", "vid", "aid", "item", "itemidx", "itemindex"),
-        *(f"{name}id" for name in (*_ITEMS, *_ITEMS_WITH_ID)),
+        *(f"{name}id" for name in (*_ITEMS, *ITEMS_WITH_ID)),
         *("asin", "parentasin", "sku", "goodsid", "isbn", "gtin", "upc", "productcode", "itemcode"),
         *_ITEMS,
         *("artistid", "artist"),
@@ -360,7 +355,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     LogColumns.DURATION: (
         *("duration", "videoduration", "itemduration", "tracklength", "videolength", "length", "runtime"),
-        *(f"{name}{length}" for name in (*_ITEMS, *_ITEMS_WITH_ID) for length in ("duration", "length", "runtime")),
+        *(f"{name}{length}" for name in (*_ITEMS, *ITEMS_WITH_ID) for length in ("duration", "length", "runtime")),
     ),
     LogColumns.DISLIKE: (
         *("dislike", "disliked", "hate", "hated", "thumbsdown", "thumbdown", "downvote", "notinterested", "hide"),
@@ -449,11 +444,6 @@ def is_id_of_something(name: str) -> bool:
     return len(said) > 1 and said[-1] in _IDS and may_be_id(name)
 
 
-def may_be_item(name: str) -> bool:
-    """Whether a name without "id" is what items are called in some logs, and another thing in others."""
-    return plain_name(name) in _ITEMS_WITH_ID
-
-
 def may_be_id(name: str) -> bool:
     """Whether a name says nothing that items have in common, and nothing that happens to them."""
     return not _NO_ITEMS & set(words(name))
@@ -485,5 +475,5 @@ def rank_as(column: str, name: str) -> int | None:
 def bound_of(name: str) -> str | None:
     """The bound of an item's availability that a column of times is called; None = neither."""
     said = [word for word in words(name) if word not in OF_TIMES and word not in _UNITS]
-    said = said[1:] if len(said) > 1 and said[0] in (*_ITEMS, *_ITEMS_WITH_ID) else said
+    said = said[1:] if len(said) > 1 and said[0] in (*_ITEMS, *ITEMS_WITH_ID) else said
     return next((bound for bound, names in _BOUNDS.items() if "".join(said) in names), None)

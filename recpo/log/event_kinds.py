@@ -42,23 +42,6 @@ EVENT_KINDS: Final = (
     *("type", "kind", "interaction", "interactiontype", "activity", "activitytype"),
 )
 
-#: Kinds of events that only say what was offered; compared without case, spaces and separators.
-_OFFERS: Final = frozenset(
-    {"impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed", "sent", "served"}
-    | {"offered", "offer", "seen"}
-)
-#: Kinds of events that only say what was offered, unless it is what was bought.
-_DELIVERIES: Final = frozenset({"delivered", "received"})
-#: Kinds of events that say that an offer was not taken.
-_DECLINES: Final = frozenset(
-    {"pass", "passed", "skip", "skipped", "reject", "rejected", "decline", "declined", "ignore", "ignored", "dismiss"}
-    | {"dismissed", "nope", "left", "swipeleft", "noaction", "noclick", "noresponse", "noreply", "unanswered"}
-)
-
-#: Kinds of events that are an exposure where there are kinds for what follows, and else all that is known.
-_VIEWS: Final = frozenset(
-    {"view", "views", "viewed", "pageview", "pageviews", "pv", "itemview", "productview", "detail"}
-)
 #: Beginnings of kinds of events that take something back.
 _UNDONE: Final = ("remove", "delete", "cancel", "return", "refund", "unlike", "unsave", "unfollow", "unsubscribe")
 
@@ -101,13 +84,24 @@ _NAMES: Final = frozenset(
 )
 
 
-#: What kinds of events say that are no behavior -> words for it.
+#: What kinds of events say that are no behavior -> words for it, compared without case, spaces and separators.
 _OTHER_KINDS: Final = {
     "dislike": _DISLIKES | _REPORTS | {"spam", "complaint", "disable", "disabled", "mute", "muted", "optout"},
-    "offer": _OFFERS,
-    "view": _VIEWS,
-    "decline": _DECLINES,
-    "delivery": _DELIVERIES,
+    # what was offered
+    "offer": {
+        *("impression", "impressions", "exposure", "exposed", "shown", "show", "display", "displayed", "sent"),
+        *("served", "offered", "offer", "seen"),
+    },
+    # an exposure where there are kinds for what follows, and else all that is known
+    "view": {"view", "views", "viewed", "pageview", "pageviews", "pv", "itemview", "productview", "detail"},
+    # that an offer was not taken
+    "decline": {
+        *("pass", "passed", "skip", "skipped", "reject", "rejected", "decline", "declined", "ignore", "ignored"),
+        *("dismiss", "dismissed", "nope", "left", "swipeleft", "noaction", "noclick", "noresponse", "noreply"),
+        "unanswered",
+    },
+    # what was offered, unless it is what was bought
+    "delivery": {"delivered", "received"},
 }
 
 
@@ -125,8 +119,8 @@ class Opinions(NamedTuple):
     is_certain: bool
 
 
-def opinions(name: str, texts: Sequence[str]) -> Opinions | None:
-    """The opinions in a column; None if no text is one.
+def opinions(name: str, texts: Sequence[str]) -> Opinions:
+    """The opinions in a column.
 
     Args:
         name: name of the column.
@@ -135,8 +129,6 @@ def opinions(name: str, texts: Sequence[str]) -> Opinions | None:
     plain = {text: _plain(text) for text in texts}
     likes = tuple(text for text, word in plain.items() if word in _LIKES | _UPS)
     dislikes = tuple(text for text, word in plain.items() if word in _DISLIKES | _DOWNS)
-    if not likes and not dislikes:
-        return None
     rest = [word for text, word in plain.items() if text not in likes and text not in dislikes]
     is_clear = any(plain[text] in _LIKES | _DISLIKES for text in (*likes, *dislikes)) or bool(_NAMES & set(words(name)))
     return Opinions(likes, dislikes, is_clear and all(word in _NEITHER for word in rest))
@@ -148,7 +140,7 @@ def offers(texts: Sequence[str]) -> tuple[str, ...]:
     A view is an offer where another kind says what followed, such as a purchase, unless there are impressions; so is a
     click, unless there are impressions or views.
     """
-    kinds = {text: _event_kind(text) for text in texts}
+    kinds = {text: event_kind(text) for text in texts}
     followed = {kind for kind in kinds.values() if kind in BEHAVIORS}
     delivery = None if "purchase" in followed else "offer"
     kinds = {text: delivery if kind == "delivery" else kind for text, kind in kinds.items()}
@@ -158,19 +150,14 @@ def offers(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(text for text, kind in kinds.items() if text in found or (found and kind in ("undone", "dislike")))
 
 
-def dislikes_among(texts: Sequence[str]) -> tuple[str, ...]:
-    """The kinds of events that say that an item is disliked, such as a report."""
-    return tuple(text for text in texts if _event_kind(text) == "dislike")
-
-
 def are_kinds(texts: Sequence[str]) -> bool:
     """Whether the texts of a column, whatever it is called, are kinds of events: offers, and what followed."""
     offered = offers(texts)
-    outcomes = [_event_kind(text) for text in texts if text not in offered]
+    outcomes = [event_kind(text) for text in texts if text not in offered]
     return bool(offered and outcomes) and all(kind in BEHAVIORS for kind in outcomes)
 
 
-def _event_kind(text: str) -> str | None:
+def event_kind(text: str) -> str | None:
     """What a kind of event says: a behavior, undone, dislike, offer, view, decline or delivery; None = nothing known.
 
     It may be one word among others, as in ``ad_view`` or ``contact_seller``.
@@ -194,7 +181,7 @@ def outcome_grades(texts: Sequence[str]) -> dict[str, float]:
     """
     offered = offers(texts)
     outcomes = [text for text in texts if text not in offered]
-    bought = [text for text in outcomes if _event_kind(text) in CONVERSIONS]
+    bought = [text for text in outcomes if event_kind(text) in CONVERSIONS]
     return {text: 0.5 if bought and text not in bought else 1.0 for text in outcomes}
 
 

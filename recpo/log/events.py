@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add, gt, lt
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import ibis
 import ibis.expr.datatypes as dt
@@ -11,26 +11,11 @@ import ibis.expr.types as ir
 
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import FeedbackRule
+from recpo.base.frames import EARLIEST_MS, LATEST_MS
+from recpo.log import schema
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
-from recpo.log.schema import (
-    ANY,
-    AVAILABILITY,
-    DATED,
-    MILLISECONDS_PER_DAY,
-    MILLISECONDS_PER_UNIT,
-    PERIODS,
-    TIE_RULE,
-    TRAIN,
-    Columns,
-    Derived,
-    FlagColumn,
-    LogColumns,
-)
-
-#: Times outside 1971-01-01 .. 2100-01-01 UTC indicate a wrong unit: seconds read as milliseconds lie in 1970.
-EARLIEST_MS: Final = 31_536_000_000
-LATEST_MS: Final = 4_102_444_800_000
+from recpo.log.schema import Columns, Derived, FlagColumn, LogColumns
 
 
 def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, FlagColumn]) -> ir.Table:
@@ -42,15 +27,11 @@ def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, 
         flags: the columns among them that become a boolean: whether the value is one of those that mean true; or the
             grade of the value.
     """
-    chosen = {column: _plain_number(rows[name]) for column, name in columns.items()}
+    read: dict[str, ir.Value] = {column: rows[name] for column, name in columns.items()}
+    chosen = {column: one.cast("float64") if one.type().is_decimal() else one for column, one in read.items()}
     chosen |= {column: _whole(chosen[column]) for column in LogColumns.IDS if column in chosen}
     chosen |= {column: _read(chosen[column], flag) for column, flag in flags.items()}
     return rows.select(**{Engine.FILE: rows[Engine.FILE], Engine.ROW: rows[Engine.ROW]}, **chosen)
-
-
-def _plain_number(column: ir.Value) -> ir.Value:
-    """Decimals, as databases write them, as float64; other columns as they are."""
-    return column.cast("float64") if column.type().is_decimal() else column
 
 
 def _whole(column: ir.Value) -> ir.Value:
@@ -75,7 +56,7 @@ def _read(column: ir.Value, flag: FlagColumn) -> ir.Value:
 
 def _has_value(column: ir.Value, flag: FlagColumn) -> ir.BooleanColumn:
     """Whether a value is one of those that mean true; null if it is missing. ``ANY``: whether it is not missing."""
-    if flag.values == (ANY,):
+    if flag.values == (schema.ANY,):
         return ~absent(column) & (column.strip() != "" if column.type().is_string() else True)
     if column.type().is_string():
         return column.strip().isin(flag.values)
@@ -107,7 +88,7 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
         counted = _numeric_ms(column.try_cast("int64"), unit)
         # An offset in the string is used; without one, the string is UTC. The accepted formats are checked here because
         # engines disagree: Spark reads "2024" as a year and "12:00" as a time of the current day.
-        dated = ibis.ifelse(column.re_search(DATED), column, ibis.null("string"))
+        dated = ibis.ifelse(column.re_search(schema.DATED), column, ibis.null("string"))
         dated = dated.replace(" +", "+").replace(" -", "-")  # an offset after a space, as Snowflake writes it
         return counted.coalesce(_plausible(_clock_ms(dated.try_cast("timestamp('UTC')").cast("timestamp"))))
     return _numeric_ms(column, unit)
@@ -124,7 +105,7 @@ def _plausible(milliseconds: ir.IntegerColumn) -> ir.IntegerColumn:
 def _numeric_ms(column: ir.NumericColumn, unit: str) -> ir.IntegerColumn:
     if unit == "order":
         return column.try_cast("int64")
-    factor = MILLISECONDS_PER_UNIT[unit]
+    factor = schema.MILLISECONDS_PER_UNIT[unit]
     rough = column.cast("float64") * factor
     # Only plausible values are converted to integers, so that the conversion cannot overflow.
     kept = ibis.ifelse(rough.between(float(EARLIEST_MS), float(LATEST_MS)), column, ibis.null(column.type()))
@@ -201,7 +182,7 @@ def _context(column: ir.Value, feature: Feature) -> ir.Value:
 
 def length_ms(raw: ir.Table, column: str, unit: str | None) -> ir.FloatingColumn:
     """A watch time or duration in milliseconds as float64; null if the log has no such column or value."""
-    return _optional_number(raw, column) * MILLISECONDS_PER_UNIT[unit or "s"]
+    return _optional_number(raw, column) * schema.MILLISECONDS_PER_UNIT[unit or "s"]
 
 
 def whole_duration(milliseconds: ir.FloatingColumn) -> ir.IntegerColumn:
@@ -228,7 +209,7 @@ def outcomes(events: ir.Table) -> ir.Table:
     For logs in which an exposure and what followed have rows of their own, such as a view and a purchase.
     """
     same = [events[name] for name in (LogColumns.USER_ID, LogColumns.ITEM_ID)]
-    day = events[LogColumns.TIMESTAMP] // MILLISECONDS_PER_DAY
+    day = events[LogColumns.TIMESTAMP] // schema.MILLISECONDS_PER_DAY
     # not desc(): Ibis takes one direction per column, and the label is also a key of the order of time
     order = [(-events[Derived.VALUE]).asc(nulls_first=False), *time_order(events)]
     ranked = events.mutate(place=ibis.row_number().over(group_by=[*same, day], order_by=order))
@@ -237,7 +218,7 @@ def outcomes(events: ir.Table) -> ir.Table:
 
 def time_order(events: ir.Table, *, newest_first: bool = False) -> list[ir.Column]:
     """Sort keys for the unique order of a user's events (``TIE_RULE``)."""
-    keys = [events[column] for column in (*TIE_RULE, *more_columns(events))]
+    keys = [events[column] for column in (*schema.TIE_RULE, *more_columns(events))]
     return [key.desc() if newest_first else key.asc(nulls_first=True) for key in keys]
 
 
@@ -281,7 +262,7 @@ def item_indices(events: ir.Table, scope: CatalogScope, min_events: int, listed:
         min_events: minimum number of counted events per item.
         listed: distinct ids of the item table; None = there is no item table.
     """
-    trained = (events[Derived.PERIOD] == TRAIN).cast("int64").sum()
+    trained = (events[Derived.PERIOD] == schema.TRAIN).cast("int64").sum()
     items = events.group_by(LogColumns.ITEM_ID).aggregate(trained=trained, total=events.count())
     counted = (items.total if scope == "log" else items.trained) >= max(1, min_events)
     if scope == "items" and listed is not None:
@@ -311,7 +292,7 @@ def user_indices(events: ir.Table, min_events: int) -> ir.Table:
     """
     period = events[Derived.PERIOD]
     users = events.group_by(LogColumns.USER_ID).aggregate(
-        trained=(period == TRAIN).cast("int64").sum(), first=period.min()
+        trained=(period == schema.TRAIN).cast("int64").sum(), first=period.min()
     )
     users = users.filter(users.trained >= min_events)
     index = ibis.row_number().over(order_by=[users["first"], users[LogColumns.USER_ID]]).cast("int32")
@@ -321,12 +302,12 @@ def user_indices(events: ir.Table, min_events: int) -> ir.Table:
 def count_dropped(engine: Engine, before: ir.Table, after: ir.Table, reason: str) -> dict[str, int]:
     """Number of events per period that are in ``before`` but not in ``after``, keyed by reason. Zeros are omitted."""
     first, second = (_by_period(engine, events) for events in (before, after))
-    lost = {period: first[number] - second[number] for number, period in enumerate(PERIODS)}
+    lost = {period: first[number] - second[number] for number, period in enumerate(schema.PERIODS)}
     return {f"{reason} ({period})": count for period, count in lost.items() if count}
 
 
 def _by_period(engine: Engine, events: ir.Table) -> dict[int, int]:
-    counts: dict[int, int] = dict.fromkeys(range(len(PERIODS)), 0)
+    counts: dict[int, int] = dict.fromkeys(range(len(schema.PERIODS)), 0)
     rows: list[dict[str, Any]] = engine.table(
         events.group_by(Derived.PERIOD).aggregate(rows=events.count())
     ).to_pylist()
@@ -344,7 +325,7 @@ def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available:
         rule: what makes an event positive.
         available: the result of ``availability``, which adds its columns of times; None = there are none.
     """
-    train = events.filter(events[Derived.PERIOD] == TRAIN)
+    train = events.filter(events[Derived.PERIOD] == schema.TRAIN)
     liked = rule.positive(train[Derived.LABEL].cast("float32"), train[LogColumns.DISLIKE])
     counts = train.group_by(Derived.ITEM_INDEX).aggregate(
         train_count=train.count(), train_positives=liked.fill_null(False).cast("int64").sum().cast("int64")
@@ -359,13 +340,13 @@ def item_table(items: ir.Table, events: ir.Table, rule: FeedbackRule, available:
         train_count=joined.train_count.fill_null(0),
         train_positives=joined.train_positives.fill_null(0),
         duration=(joined.median_ms.cast("float64") / 1000.0).cast("float32"),
-        **{name: joined[name] for name in AVAILABILITY if name in joined.columns},
+        **{name: joined[name] for name in schema.AVAILABILITY if name in joined.columns},
     ).order_by(Derived.ITEM_INDEX)
 
 
 def exposures(events: ir.Table) -> ir.Table:
     """Of each item of the train period: ``first`` and ``last`` time, number of events ``trained`` and ``later``."""
-    time, is_train = events[LogColumns.TIMESTAMP], events[Derived.PERIOD] == TRAIN
+    time, is_train = events[LogColumns.TIMESTAMP], events[Derived.PERIOD] == schema.TRAIN
     found = events.group_by(Derived.ITEM_INDEX).aggregate(
         first=time.min(where=is_train),
         last=time.max(where=is_train),
@@ -384,12 +365,12 @@ def availability(items: ir.Table, events: ir.Table, given: ir.Table | None, idle
     Args:
         items: ids and indices.
         events: all events of kept items.
-        given: ``item_id``, and the times of the item table, null = no limit; None = it has none.
+        given: has ``item_id`` and the times of the item table, null = no limit; None = it has none.
         idle_days: where the table has no ends, an item ends so long after its last event; 0 = it does not.
     """
     time, named = events[LogColumns.TIMESTAMP], () if given is None else given.columns
     # held-out events alone: an extension does not see all events of the train period
-    end = time.max(where=events[Derived.PERIOD] > TRAIN) + 1
+    end = time.max(where=events[Derived.PERIOD] > schema.TRAIN) + 1
     shown = events.group_by(Derived.ITEM_INDEX).aggregate(first=time.min(), last=time.max(), end=end)
     joined = items if given is None else given.inner_join(items, LogColumns.ITEM_ID)
     joined = joined.left_join(shown, Derived.ITEM_INDEX)
@@ -399,7 +380,7 @@ def availability(items: ir.Table, events: ir.Table, given: ir.Table | None, idle
         if name in named
     }
     if idle_days and Derived.AVAILABLE_UNTIL not in named:
-        settled[Derived.AVAILABLE_UNTIL] = joined["last"] + round(idle_days * MILLISECONDS_PER_DAY)
+        settled[Derived.AVAILABLE_UNTIL] = joined["last"] + round(idle_days * schema.MILLISECONDS_PER_DAY)
     return joined.select(Derived.ITEM_INDEX, **settled)
 
 
@@ -408,10 +389,10 @@ def with_durations(events: ir.Table, given: ir.Table) -> ir.Table:
 
     Args:
         events: standard events.
-        given: ``item_id`` and ``duration_ms`` of the item table.
+        given: has ``item_id`` and ``duration_ms`` of the item table.
     """
     own = Derived.DURATION_MS
-    joined = events.left_join(given.rename(of_item=own), LogColumns.ITEM_ID)
+    joined = events.left_join(given.select(LogColumns.ITEM_ID, of_item=given[own]), LogColumns.ITEM_ID)
     return joined.mutate(**{own: joined[own].coalesce(joined.of_item)}).select(events.columns)
 
 
@@ -454,7 +435,7 @@ def name_requests(placed: ir.Table, first: ir.IntegerValue) -> ir.Table:
     position, request = placed[Derived.POSITION], placed[LogColumns.REQUEST_ID]
     # A request is named after its first event: user index in the upper 32 bits, position in the lower 32 bits.
     name = placed[Derived.USER_INDEX].cast("int64") * (1 << 32) + ibis.ifelse(request.isnull(), position, first)
-    held_out = ibis.ifelse(placed[Derived.PERIOD] > TRAIN, request, ibis.null(request.type()))
+    held_out = ibis.ifelse(placed[Derived.PERIOD] > schema.TRAIN, request, ibis.null(request.type()))
     named = placed.mutate(**{Derived.REQUEST: name.cast("int64"), LogColumns.REQUEST_ID: held_out})
     # From here on, indices replace the external ids: less data to sort and to spill.
     return named.drop(LogColumns.USER_ID, LogColumns.ITEM_ID)

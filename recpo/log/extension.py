@@ -325,17 +325,11 @@ class _ExtensionRun(PrepareRun):
         self.trained = self.engine.count(rows.filter(rows.train_count > 0))
         return {"num_items": len(table), "num_users": self._write_rows(rows, schema.user_schema(types), USERS)}
 
-    def _given_times(self) -> ir.Table:
-        """The times of the new item table; for items that it lacks, the previous times."""
-        today = self._table_times()
-        kept = self.before.table(ITEMS).select(today.columns)
-        return appended(today, kept.anti_join(today, LogColumns.ITEM_ID))
-
-    def _given_durations(self) -> ir.Table:
-        """The durations of the new item table; for items that it lacks, the previous ones."""
-        today, kept = super()._given_durations(), self.before.table(ITEMS)
-        length = whole_duration(length_ms(kept, LogColumns.DURATION, "s")).name(Derived.DURATION_MS)
-        return appended(today, kept.select(LogColumns.ITEM_ID, length).anti_join(today, LogColumns.ITEM_ID))
+    def _given(self) -> ir.Table:
+        """What the new item table says; of items that it lacks, the previous times and durations."""
+        today, kept = self._item_facts(), self.before.table(ITEMS)
+        kept = kept.mutate(**{Derived.DURATION_MS: whole_duration(length_ms(kept, LogColumns.DURATION, "s"))})
+        return appended(today, kept.select(today.columns).anti_join(today, LogColumns.ITEM_ID))
 
     def _write_features(self) -> None:
         """Writes the features of all items and users (``write_table``); what was fitted is kept."""

@@ -9,16 +9,7 @@ from typing import Any, Final, Literal
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Side
-from recpo.log.schema import (
-    AVAILABILITY,
-    Derived,
-    DurationUnit,
-    FlagColumn,
-    LogColumns,
-    PresetName,
-    TimeUnit,
-    validate_flag,
-)
+from recpo.log import schema
 
 TableSide = Literal["item", "user"]
 #: Prefix of event columns for behaviors and request features while a log is prepared.
@@ -28,10 +19,10 @@ ENCODED: Final = "encoded_"
 #: Prefix of table columns for features while a file is read.
 FEATURE: Final = "feature_"
 #: Options that name columns of the item table beside its features.
-ITEM_FACTS: Final = (*AVAILABILITY, LogColumns.DURATION)
+ITEM_FACTS: Final = (*schema.AVAILABILITY, schema.LogColumns.DURATION)
 _MOST_BEHAVIORS: Final = 31  # bits of an int32
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_TAKEN: Final = frozenset({*LogColumns.ALL, Derived.FEEDBACK, "behaviors", "exclude", "k"})
+_TAKEN: Final = frozenset({*schema.LogColumns.ALL, schema.Derived.FEEDBACK, "behaviors", "exclude", "k"})
 
 
 @dataclass(frozen=True)
@@ -64,9 +55,9 @@ class FeatureColumns:
     user_id: str | None = None
     available_from: str | None = None
     available_until: str | None = None
-    available_unit: TimeUnit = "ms"
+    available_unit: schema.TimeUnit = "ms"
     duration: str | None = None
-    duration_unit: DurationUnit = "s"
+    duration_unit: schema.DurationUnit = "s"
 
     def __post_init__(self) -> None:
         for side in SIDES:
@@ -121,12 +112,12 @@ def _validate(feature: Feature, side: Side) -> None:
         )
 
 
-def _validate_behaviors(behaviors: Mapping[str, str | FlagColumn], context: tuple[Feature, ...]) -> None:
+def _validate_behaviors(behaviors: Mapping[str, str | schema.FlagColumn], context: tuple[Feature, ...]) -> None:
     number, rule = len(behaviors), f"are at most {_MOST_BEHAVIORS}"
     validate_range(number <= _MOST_BEHAVIORS, "behaviors", rule, f"{number} of them")
     taken = _TAKEN | {feature.name for feature in context}
     for name, column in behaviors.items():
-        validate_flag(f"behaviors.{name}", column)
+        schema.validate_flag(f"behaviors.{name}", column)
         if not _NAME.fullmatch(name) or name in taken:
             raise RecpoError(
                 f"behaviors: {name!r} is not a valid name: use letters, digits, and . _ - between them, not a name of "
@@ -144,7 +135,7 @@ def or_map_values(column: str, name: str) -> str:
         name: its name in the log.
     """
     flag = f"{{column: {name}, equals: VALUE}}"
-    if column in LogColumns.FLAGS_OR_LABEL:
+    if column in schema.LogColumns.FLAGS_OR_LABEL:
         return f", or say which values mean true: columns.{column}: {flag}"
     if column.startswith(BEHAVIOR):
         return f", or say which values mean true: behaviors: {{{column.removeprefix(BEHAVIOR)}: {flag}}}"
@@ -172,19 +163,16 @@ _KUAIRAND: Final = FeatureColumns(
     context=(Category("tab"), Category("hour", column="hourmin")),
     available_from="upload_dt",
 )
-#: Features of well-known logs. A column that a table or log lacks is left out.
-PRESET_FEATURES: Final[dict[PresetName, FeatureColumns]] = {
-    "plain": FeatureColumns(),
+#: Features of well-known logs that have any. A column that a table or log lacks is left out.
+PRESET_FEATURES: Final[dict[schema.PresetName, FeatureColumns]] = {
     # video_features_basic_*.csv, user_features_*.csv; hourmin is the hour times 100
     "kuairand": _KUAIRAND,
     # movies.csv
     "movielens": FeatureColumns(item=(Categories("genres", separator="|"),)),
-    "recbole": FeatureColumns(),
 }
 
-#: Behaviors of well-known logs: name -> column. A column that a log lacks is left out.
-PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
-    "plain": {},
+#: Behaviors of well-known logs that have any: name -> column. A column that a log lacks is left out.
+PRESET_BEHAVIORS: Final[dict[schema.PresetName, dict[str, str]]] = {
     "kuairand": {
         "click": "is_click",
         "like": "is_like",
@@ -193,8 +181,6 @@ PRESET_BEHAVIORS: Final[dict[PresetName, dict[str, str]]] = {
         "share": "is_forward",
         "profile": "is_profile_enter",
     },
-    "movielens": {},
-    "recbole": {},
 }
 
 
@@ -211,14 +197,14 @@ class EventColumns:
         RecpoError: the name of a behavior is not allowed.
     """
 
-    behaviors: Mapping[str, str | FlagColumn] = field(default_factory=dict)
+    behaviors: Mapping[str, str | schema.FlagColumn] = field(default_factory=dict)
     context: tuple[Feature, ...] = ()
     chosen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         _validate_behaviors(self.behaviors, self.context)
 
-    def sources(self) -> dict[str, str | FlagColumn]:
+    def sources(self) -> dict[str, str | schema.FlagColumn]:
         """Name while the log is prepared -> name in the log, or flag that is read from values."""
         behaviors = {BEHAVIOR + name: column for name, column in self.behaviors.items()}
         return behaviors | {CONTEXT + feature.name: feature.source for feature in self.context}

@@ -117,11 +117,6 @@ class Location:
         if self.is_file():
             self.filesystem.delete_file(self.path)
 
-    def delete_directory(self) -> None:
-        """Removes everything below this directory if it exists."""
-        if self.kind() == FileType.Directory:
-            self.filesystem.delete_dir(self.path)
-
     def check_writable(self) -> None:
         """Writes and removes an empty file in this directory, so that missing permissions are found early."""
         probe = self / ".writable"
@@ -169,8 +164,8 @@ def remove_directory(place: Place) -> None:
     """Removes a directory and everything in it."""
     if isinstance(place, Path):
         shutil.rmtree(place, ignore_errors=True)
-    else:
-        place.delete_directory()
+    elif place.kind() == FileType.Directory:
+        place.filesystem.delete_dir(place.path)
 
 
 @lru_cache(maxsize=64)

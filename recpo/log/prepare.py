@@ -14,7 +14,7 @@ from recpo.base.errors import NonNegativeFloat, NonNegativeInt, PositiveFloat, P
 from recpo.base.feature_encoding import FittedFeatures, vocabulary_file
 from recpo.base.features import SIDES, Feature, FeatureSchema, plain_type
 from recpo.base.feedback import FeedbackDefinition, FeedbackRule
-from recpo.log import events as standard_events, feature_columns, feature_tables, schema, splits, writing
+from recpo.log import events as standard_events, feature_columns, feature_tables, schema, shaping, splits, writing
 from recpo.log.csv_files import CsvFormat
 from recpo.log.engine import Engine
 from recpo.log.events import CatalogScope
@@ -22,29 +22,8 @@ from recpo.log.feature_tables import ID, FeatureTable
 from recpo.log.files import Log, open_log
 from recpo.log.locations import Place
 from recpo.log.prepared import FEATURE_FILES, HELD_OUT, HISTORIES, ITEMS, QUANTILES, TRAIN_PAST, USERS
-from recpo.log.schema import (
-    AVAILABILITY,
-    PERIODS,
-    PRESETS,
-    TRAIN,
-    VALID,
-    Columns,
-    Derived,
-    Fault,
-    FlagColumn,
-    LogColumns,
-    PresetName,
-)
-from recpo.log.shaping import (
-    Label,
-    WatchQuantiles,
-    bucket_counts,
-    cutoff_table,
-    definition,
-    quantile_table,
-    quantiles_in_seconds,
-    watch_ties,
-)
+from recpo.log.schema import AVAILABILITY, PERIODS, TRAIN, VALID, Columns, Derived, Fault, FlagColumn, LogColumns
+from recpo.log.shaping import Label, WatchQuantiles
 from recpo.log.splits import Split, TemporalSplit
 from recpo.log.validate import check_rows, label_faults, tie_warnings, unit_warnings, unmatched_flags, usable_rows
 from recpo.log.writing import Encoding, Output, Sources, Workplace
@@ -59,7 +38,7 @@ STAGES: Final = ("reading", "checking", "splitting", "labeling", "features", *PE
 class Preparation:
     """The options that determine a prepared directory."""
 
-    preset: PresetName = "plain"
+    preset: schema.PresetName = "plain"
     """column names and units to start from, including features and behaviors"""
     columns: Columns = Columns()  # noqa: RUF009  frozen
     """columns and units that differ from the preset"""
@@ -112,9 +91,11 @@ class Preparation:
     """format of text files: their delimiter, such as ``::``, and their column names if the first line has none"""
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
+        if self.preset not in schema.PRESETS:
             raise RecpoError(
-                f"preset {self.preset!r}: expected one of {', '.join(PRESETS)}", code="unknown_name", field="preset"
+                f"preset {self.preset!r}: expected one of {', '.join(schema.PRESETS)}",
+                code="unknown_name",
+                field="preset",
             )
         validate_ranges(self)
         self.more, self.ends  # noqa: B018 checks the names of behaviors, and the times
@@ -129,12 +110,12 @@ class Preparation:
     @property
     def mapping(self) -> Columns:
         """The user's columns, completed by the preset."""
-        return self.columns.over(PRESETS[self.preset])
+        return self.columns.over(schema.PRESETS[self.preset])
 
     @property
     def more(self) -> feature_columns.EventColumns:
         """Behaviors and request features: the user's, completed by the preset."""
-        behaviors = feature_columns.PRESET_BEHAVIORS[self.preset] if self.behaviors is None else self.behaviors
+        behaviors = feature_columns.PRESET_BEHAVIORS.get(self.preset, {}) if self.behaviors is None else self.behaviors
         chosen = {feature_columns.BEHAVIOR + name for name in self.behaviors or ()}
         chosen |= {feature_columns.CONTEXT + feature.name for feature in self.features.context or ()}
         return feature_columns.EventColumns(behaviors, self.table_columns.context or (), frozenset(chosen))
@@ -147,7 +128,8 @@ class Preparation:
     @property
     def table_columns(self) -> feature_columns.FeatureColumns:
         """Features and other columns of tables: the user's, completed by the preset."""
-        return self.features.over(feature_columns.PRESET_FEATURES[self.preset])
+        known = feature_columns.PRESET_FEATURES
+        return self.features.over(known.get(self.preset, feature_columns.FeatureColumns()))
 
     def describe(self) -> dict[str, Any]:
         """The options for the manifest, with the complete mapping."""
@@ -308,7 +290,7 @@ class PrepareRun:
         self.counts = {"read": read, "empty_files": log.empty_files, "neutralized": neutralized}
         events = standard_events.standardize(distinct, mapping, choice.max_watch_time, self.more)
         if LogColumns.DURATION in self._of_items:
-            events = standard_events.with_durations(events, self._given_durations())
+            events = standard_events.with_durations(events, self._given())
         if not choice.outcome_rows:
             return events
         outcomes = self.engine.materialize("outcomes", standard_events.outcomes(events))
@@ -382,10 +364,10 @@ class PrepareRun:
         """Adds positions, requests and labels; the watch-time quantiles of the train period are fitted and written."""
         self._stage("labeling")
         engine, label = self.engine, self.choice.label
-        counts = engine.materialize("counts", bucket_counts(events, label))
-        quantiles = quantile_table(counts)
+        counts = engine.materialize("counts", shaping.bucket_counts(events, label))
+        quantiles = shaping.quantile_table(counts)
         self._write_rows(quantiles.order_by(quantiles.columns[:2]), schema.QUANTILE_SCHEMA, QUANTILES)
-        self.counts["watch_time_ties"] = engine.row(watch_ties(quantiles))
+        self.counts["watch_time_ties"] = engine.row(shaping.watch_ties(quantiles))
         placed = standard_events.add_positions(events, standard_events.time_order(events))
         if not label.reads_events_once:
             placed = engine.materialize("placed", placed)
@@ -394,8 +376,10 @@ class PrepareRun:
             engine.drop("placed")
         # the label with its options, and the column that it reads: logs whose labels mean the same agree in it
         described = repr(label) + self._label_column()
-        self.quantiles = quantiles_in_seconds(engine.table(cutoff_table(quantiles)))
-        self.feedback = definition(self.quantiles, self.choice.feedback, label, self.choice.max_watch_time, described)
+        self.quantiles = shaping.quantiles_in_seconds(engine.table(shaping.cutoff_table(quantiles)))
+        self.feedback = shaping.definition(
+            self.quantiles, self.choice.feedback, label, self.choice.max_watch_time, described
+        )
 
     def _label_column(self) -> str:
         """The column that the label reads, and the values that have grades; empty if it reads none."""
@@ -432,7 +416,7 @@ class PrepareRun:
         """When items may be recommended; None = at every time."""
         if not self._times:
             return None
-        given = self._given_times() if self._said else None
+        given = self._given() if self._said else None
         times = standard_events.availability(self.items, self.events, given, self.idle_days)
         return self.engine.materialize("available", times)
 
@@ -455,7 +439,7 @@ class PrepareRun:
         """
         if not self._said:
             return
-        said = self.engine.table(self._table_times().inner_join(self.items, LogColumns.ITEM_ID))
+        said = self.engine.table(self._item_facts().inner_join(self.items, LogColumns.ITEM_ID))
         held = items.take(pc.index_in(said[Derived.ITEM_INDEX], items[Derived.ITEM_INDEX].combine_chunks()))
         for name, count, differs in zip(AVAILABILITY, SHOWN_OUTSIDE, (pc.less, pc.greater), strict=True):
             if name in self._said:
@@ -477,31 +461,28 @@ class PrepareRun:
         by_events = {Derived.AVAILABLE_UNTIL} if self.idle_days else set[str]()
         return [name for name in AVAILABILITY if name in {*self._said} | by_events]
 
-    def _given_times(self) -> ir.Table:
-        """The times of all items by the table: ``item_id``, and ``_said`` in ms."""
-        return self._table_times()
+    def _given(self) -> ir.Table:
+        """Of all items, from the item table: ``item_id``, the times of ``_said`` in ms, and ``duration_ms``."""
+        return self._item_facts()
 
-    def _table_times(self) -> ir.Table:
-        """The times of the item table."""
-        rows, unit = self.tables["item"].rows(self.engine), self.choice.table_columns.available_unit
-        times = {name: standard_events.timestamp_ms(rows[name], unit) for name in self._said}
-        return rows.select(rows[ID].name(LogColumns.ITEM_ID), **times)
+    def _item_facts(self) -> ir.Table:
+        """Of the items of the item table alone; see ``_given``."""
+        rows, columns = self.tables["item"].rows(self.engine), self.choice.table_columns
+        facts = {name: standard_events.timestamp_ms(rows[name], columns.available_unit) for name in self._said}
+        if LogColumns.DURATION in self._of_items:
+            length = standard_events.length_ms(rows, LogColumns.DURATION, columns.duration_unit)
+            facts[Derived.DURATION_MS] = standard_events.whole_duration(length)
+        return rows.select(rows[ID].name(LogColumns.ITEM_ID), **facts)
 
     def _with_own_durations(self, rows: ir.Table) -> ir.Table:
         """Rows of ``items.parquet``, with the durations of the item table before those of events."""
         if LogColumns.DURATION not in self._of_items:
             return rows
-        given = self._given_durations()
+        given = self._given()
         seconds = (given[Derived.DURATION_MS].cast("float64") / 1000.0).cast("float32")
         joined = rows.left_join(given.select(LogColumns.ITEM_ID, own=seconds), LogColumns.ITEM_ID)
         filled = joined.mutate(**{LogColumns.DURATION: joined.own.coalesce(joined[LogColumns.DURATION])})
         return filled.select(rows.columns).order_by(Derived.ITEM_INDEX)
-
-    def _given_durations(self) -> ir.Table:
-        """The durations of the item table: ``item_id``, and ``duration_ms``."""
-        rows, unit = self.tables["item"].rows(self.engine), self.choice.table_columns.duration_unit
-        length = standard_events.whole_duration(standard_events.length_ms(rows, LogColumns.DURATION, unit))
-        return rows.select(rows[ID].name(LogColumns.ITEM_ID), length.name(Derived.DURATION_MS))
 
     def _write_features(self) -> None:
         """Fits and writes the features of the tables, and fits those of requests."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from recpo.artifacts.artifact import Artifact, facts_in
 from recpo.artifacts.checksums import is_inside, sha256
 from recpo.artifacts.documents import describe_os_error, parse_json
-from recpo.base.errors import Code, RecpoError, first_line
+from recpo.base.errors import Code, RecpoError, reading
 from recpo.base.feature_encoding import FittedFeatures, of_side, vocabulary_file
 from recpo.base.features import FeatureArrays, FeatureSchema, Reads, Side, missing_features, read_features
 from recpo.base.feedback import FEEDBACK_KINDS, FeedbackDefinition
@@ -128,8 +128,8 @@ class Prepared(Artifact):
             RecpoError: no manifest (not a prepared directory, or an unfinished preparation), another format version, a
                 shard that is missing or truncated, or a manifest, item table or user table that was changed.
         """
-        if isinstance(root, Prepared):
-            return root
+        if isinstance(root, Artifact):
+            return super().open(root)
         root = locate(root)
         cls.recognize(root)
         file = root / MANIFEST
@@ -535,12 +535,8 @@ def _decoded(source: _Source, place: Place, columns: Sequence[str] | None) -> pa
         return pq.read_table(source, columns=None if columns is None else list(columns))
 
 
-@contextmanager
-def _decoding(place: Place) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        raise _damage(f"{place} is damaged ({first_line(error)})", "damaged", place.name) from error
+def _decoding(place: Place) -> AbstractContextManager[None]:
+    return reading(place, OSError, pa.ArrowException, remedy=Prepared.remedy())
 
 
 def _merged(pieces: list[dict[str, np.ndarray]], names: Sequence[str]) -> dict[str, np.ndarray]:

@@ -130,7 +130,8 @@ def _declared(features: tuple[Feature, ...]) -> tuple[Feature, ...]:
 def _kept_behaviors(data: Prepared) -> dict[str, str | FlagColumn]:
     """The behaviors of ``data``, in the order of their bits."""
     config = data.manifest["config"]
-    columns = feature_columns.PRESET_BEHAVIORS[config["preset"]] if config["behaviors"] is None else config["behaviors"]
+    known = feature_columns.PRESET_BEHAVIORS.get(config["preset"], {})
+    columns = known if config["behaviors"] is None else config["behaviors"]
     return {name: read_column(columns[name]) for name in data.behaviors}
 
 

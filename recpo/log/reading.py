@@ -16,7 +16,7 @@ from recpo.base.features import is_text
 from recpo.base.frames import some_of
 from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, is_fixed, plain_name, rank_as
 from recpo.log.event_kinds import are_kinds
-from recpo.log.feature_columns import PRESET_FEATURES
+from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
 from recpo.log.files import TableSample, together
 from recpo.log.recognition import Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, PRESETS, Columns, Derived, LogColumns, name_of
@@ -104,7 +104,8 @@ class LogReading:
         tables = {}
         item, user = (self.found.column(role) for role in (LogColumns.ITEM_ID, LogColumns.USER_ID))
         for side, own, other in (("item", item, user), ("user", user, item)):
-            features = PRESET_FEATURES[self.found.preset].of("item" if side == "item" else "user") or ()
+            preset = PRESET_FEATURES.get(self.found.preset, FeatureColumns())
+            features = preset.of("item" if side == "item" else "user") or ()
             columns = {feature.source for feature in features}
             suiting = [
                 (len(columns & set(one.table.column_names)), one, key)

@@ -12,21 +12,11 @@ from typing import Any, Final
 import pyarrow as pa
 
 from recpo.base.frames import some_of
-from recpo.log import column_facts, event_kinds
+from recpo.log import column_facts, event_kinds, schema
 from recpo.log.column_facts import ColumnFacts, plain_name, rank_as, unit_of_name
-from recpo.log.event_kinds import Opinions, opinions, true_texts
+from recpo.log.event_kinds import opinions, true_texts
 from recpo.log.feature_columns import PRESET_BEHAVIORS
-from recpo.log.schema import (
-    ANY,
-    MILLISECONDS_PER_UNIT,
-    PRESETS,
-    Columns,
-    FlagColumn,
-    LogColumns,
-    PresetName,
-    name_of,
-    preset_of,
-)
+from recpo.log.schema import Columns, FlagColumn, LogColumns, PresetName, name_of, preset_of
 
 _UNIT_OPTION: Final = {
     LogColumns.TIMESTAMP: "time_unit",
@@ -180,7 +170,8 @@ class _Recognizer:
             self._find_watch_time(table)
         self._add_behaviors()
         self.doubts += [*opinion_doubts, *self._label_by_actions()]
-        rest = self._unused()
+        used = {name_of(column) for columns in (self.columns, self.behaviors) for column in columns.values()}
+        rest = [one for name, one in self.facts.items() if name not in used]
         found = [(role, self.columns[role]) for role in LogColumns.ALL if role in self.columns]
         evidence = {role: f"{self.how[role]}: {self._facts_of(role).evidence}" for role, _ in found}
         findings = (Finding(role, source, self.units.get(role), evidence[role]) for role, source in found)
@@ -214,7 +205,7 @@ class _Recognizer:
         for role, source in self.given.sources().items():
             if name_of(source) in self.facts:
                 self._set(role, source, "given")
-        for role, column in PRESETS[self.preset].named().items() if self.preset != "plain" else ():
+        for role, column in schema.PRESETS[self.preset].named().items() if self.preset != "plain" else ():
             if role not in self.columns and column in self.facts and _suits(self.facts[column], role):
                 self._set(role, column, f"preset {self.preset}")
         for role in (*self.given.required, *LogColumns.OPTIONAL):
@@ -248,7 +239,7 @@ class _Recognizer:
         free = [name for name in free if column_facts.words(name)[:1] != own]
         keyed = [name for name in free if name in self.keys]
         ids = [name for name in free if column_facts.is_id_of_something(name)]
-        alone = [name for name in free if column_facts.may_be_item(name)]
+        alone = [name for name in free if plain_name(name) in column_facts.ITEMS_WITH_ID]
         if len(keyed) == 1:
             self._set(role, keyed[0], "by another file, which has one row for each")
         elif keyed or role == LogColumns.USER_ID:
@@ -265,7 +256,7 @@ class _Recognizer:
             if not isinstance(column, str) or self.facts[column].kind != "text":
                 continue
             texts = self.facts[column].texts
-            stated = opinions(column, texts) or Opinions((), (), False)
+            stated = opinions(column, texts)
             by_role = {LogColumns.DISLIKE: stated.dislikes, LogColumns.LABEL: stated.likes}
             if meant := true_texts(texts) or by_role.get(role, ()):
                 self.columns[role] = event_kinds.flag_of(column, meant)
@@ -274,8 +265,8 @@ class _Recognizer:
         """Adds the dislikes, labels and behaviors that columns of texts state; returns doubts."""
         doubts = []
         for name, facts in self.facts.items():
-            stated = opinions(name, facts.texts) if self._is_free(name) else None
-            if stated is None or self._are_kinds(name):
+            stated = opinions(name, facts.texts)
+            if not self._is_free(name) or not (stated.likes or stated.dislikes) or self._are_kinds(name):
                 continue
             if not stated.is_certain:
                 shown = "', '".join(facts.texts[:5])
@@ -351,7 +342,7 @@ class _Recognizer:
 
     def _length_unit(self, role: str) -> str | None:
         option, own = _UNIT_OPTION[role], self._facts_of(role)
-        preset = getattr(PRESETS[self.preset], option) if self.preset != "plain" else None
+        preset = getattr(schema.PRESETS[self.preset], option) if self.preset != "plain" else None
         units, said = column_facts.length_units(own, role), unit_of_name(own.name) or preset
         if said is not None and (said in units or said == "min" or not units):
             if not column_facts.is_plausible(own, role, said):
@@ -382,9 +373,9 @@ class _Recognizer:
         settled = [named] if named else column_facts.length_units(other, partner)
         if len(settled) != 1 or not other.median or not own.median:
             return units
-        reference, suiting = other.median * MILLISECONDS_PER_UNIT[settled[0]], []
+        reference, suiting = other.median * schema.MILLISECONDS_PER_UNIT[settled[0]], []
         for unit in units:
-            here = own.median * MILLISECONDS_PER_UNIT[unit]
+            here = own.median * schema.MILLISECONDS_PER_UNIT[unit]
             ratio = here / reference if role == LogColumns.WATCH_TIME else reference / here
             suiting += [unit] if _RATIO[0] <= ratio <= _RATIO[1] else []
         return suiting or units
@@ -420,23 +411,18 @@ class _Recognizer:
 
     def _add_behaviors(self) -> None:
         """Adds the behaviors that flags state."""
-        known = {column: name for name, column in PRESET_BEHAVIORS[self.preset].items()}
+        known = {column: name for name, column in PRESET_BEHAVIORS.get(self.preset, {}).items()}
         for name, facts in self.facts.items():
             happened = bool(facts.nulls) and facts.is_clock
             behavior = known.get(name) or event_kinds.behavior_of(name, at=happened)
             if not self._is_free(name) or behavior is None or behavior in self.behaviors:
                 continue
             if happened:
-                self.behaviors[behavior] = FlagColumn(name, ANY)
+                self.behaviors[behavior] = FlagColumn(name, schema.ANY)
             elif facts.kind == "flag":
                 self.behaviors[behavior] = name
             elif texts := true_texts(facts.texts):
                 self.behaviors[behavior] = event_kinds.flag_of(name, texts)
-
-    def _unused(self) -> list[ColumnFacts]:
-        """The columns that have no role and are no behavior."""
-        used = {name_of(column) for columns in (self.columns, self.behaviors) for column in columns.values()}
-        return [one for name, one in self.facts.items() if name not in used]
 
     def _label_by_actions(self) -> list[str]:
         """Without watch times and ratings, what users did with an exposure says how good it was.
@@ -444,7 +430,9 @@ class _Recognizer:
         Returns:
             What to check.
         """
-        sparse, score = self._rarely_rated(), self._model_score()
+        rated = self._name(LogColumns.LABEL) if self.how.get(LogColumns.LABEL) == "by its name" else None
+        sparse = rated if rated is not None and 2 * self.facts[rated].nulls > self.facts[rated].rows else None
+        score = rated if rated is not None and plain_name(rated) in column_facts.MODEL_SCORES else None
         if LogColumns.WATCH_TIME in self.columns or (LogColumns.LABEL in self.columns and not (sparse or score)):
             return []
         found = next(chain(self._kinds_as_labels(), self._behaviors_as_labels(), self._skips_as_labels()), None)
@@ -456,7 +444,8 @@ class _Recognizer:
         name = name_of(label)
         self.behaviors = {one: column for one, column in self.behaviors.items() if name_of(column) != name}
         self._set(LogColumns.LABEL, label, "by its name, as no other column says how good every event was")
-        disliked = event_kinds.dislikes_among(self.facts[name].texts) if isinstance(label, FlagColumn) else ()
+        texts = self.facts[name].texts if isinstance(label, FlagColumn) else ()
+        disliked = tuple(text for text in texts if event_kinds.event_kind(text) == "dislike")
         if disliked and LogColumns.DISLIKE not in self.columns:
             self._set(LogColumns.DISLIKE, event_kinds.flag_of(name, disliked), "by its values")
         doubt = (
@@ -468,20 +457,6 @@ class _Recognizer:
         if sparse is None:
             return [doubt]
         return [f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)", doubt]
-
-    def _label_by_name(self) -> str | None:
-        """The column of the label if its name alone says so; None = there is none, or more says so."""
-        return self._name(LogColumns.LABEL) if self.how.get(LogColumns.LABEL) == "by its name" else None
-
-    def _rarely_rated(self) -> str | None:
-        """A label by its name that most events do not have; None = it is another one."""
-        name = self._label_by_name()
-        return name if name is not None and 2 * self.facts[name].nulls > self.facts[name].rows else None
-
-    def _model_score(self) -> str | None:
-        """A label by a name that models' scores have too; None = it is another one."""
-        name = self._label_by_name()
-        return name if name is not None and plain_name(name) in column_facts.MODEL_SCORES else None
 
     def _is_earned(self, name: str) -> bool:
         """Whether a column has points that people earn: as a rating they are at most 100."""
@@ -550,7 +525,8 @@ class _Recognizer:
             f"from it (behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no "
             "feedback"
             for one in rest
-            if plain_name(one.name) in event_kinds.EVENT_KINDS and (one.kind == "text" or one.has_codes)
+            if plain_name(one.name) in event_kinds.EVENT_KINDS
+            and (one.kind == "text" or (one.kind == "whole" and one.few))
         ]
         return doubts + [
             f"`{one.name}` is called like a {role} and has other values ({one.evidence}): it is not read"

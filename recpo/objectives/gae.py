@@ -112,7 +112,8 @@ class GAEAdvantage(ReturnEstimator):
         open_end = torch.zeros_like(kept)
         if ends is not None:
             ends = _ends_of_kept(ends, kept)
-            open_end = _last_kept(kept) & ~ends if self.gamma else open_end
+            last = kept & (kept.flip(-1).cumsum(-1).flip(-1) == 1)
+            open_end = last & ~ends if self.gamma else open_end
         values = zero_masked(values.detach(), kept)
         rest = zero_masked(values, open_end).sum(-1)
         advantages, returns = generalized_advantage_estimate(
@@ -124,10 +125,6 @@ class GAEAdvantage(ReturnEstimator):
             return advantages, returns
         before = tokens.detach().cumsum(-1) - tokens.detach()
         return zero_masked(advantages[..., None] - before, (kept & ~open_end)[..., None]), returns
-
-
-def _last_kept(mask: Tensor) -> Tensor:
-    return mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
 
 
 def _ends_of_kept(ends: Tensor, kept: Tensor) -> Tensor:

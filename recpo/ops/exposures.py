@@ -1,4 +1,7 @@
-"""Held-out exposures of users: their sets, items that the users never saw, and the areas under the curves of both."""
+"""Held-out exposures of users: their sets, items that the users never saw, and the areas under the curves of both.
+
+The items that a user never saw are drawn by hashes (``mixed_bits``), so nothing has to be drawn or stored.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from torch import Tensor
 
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Slates
-from recpo.ops.hashing import mixed_bits
 from recpo.ops.ranking import first_places, is_member
 
 #: Number of items that are drawn per user for ``AUC_unseen``.
@@ -185,3 +187,25 @@ def auc(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     mean_rank = (below + up_to + 1).double() / 2
     positives, negatives = positive.sum(1).double(), negative.sum(1).double()
     return ((mean_rank * positive).sum(1) - positives * (positives + 1) / 2) / (positives * negatives)
+
+
+def mixed_bits(numbers: Tensor, bits: int, start: int = 0) -> Tensor:
+    """The first ``bits`` bits, 0 .. 2^bits - 1, of these numbers of the sequence SplitMix64 that begins at ``start``.
+
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+    """
+    values = numbers * _signed(0x9E3779B97F4A7C15) + _signed(start)  # products wrap around
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = (values ^ _shifted(values, shift)) * _signed(factor)
+    return _shifted(values ^ _shifted(values, 31), 64 - bits)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the lowest 64 bits of ``value``."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (fills with zeros)."""
+    return (values >> bits) & (2 ** (64 - bits) - 1)

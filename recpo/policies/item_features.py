@@ -18,7 +18,7 @@ from recpo.base.errors import PositiveInt, RecpoError, validate_range, validate_
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, Number, Vector, of_type
 from recpo.base.types import Features
 from recpo.ops import kernels
-from recpo.ops.hashing import mixed_bits
+from recpo.ops.exposures import mixed_bits
 from recpo.policies.blocks import Linear
 
 

@@ -5,8 +5,6 @@ model expects, or a lower confidence bound of it, or the score of a baseline. Us
 history, so new users need nothing else.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

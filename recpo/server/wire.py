@@ -12,9 +12,9 @@ from typing_extensions import TypedDict
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import Side, Vector
+from recpo.base.frames import LATEST_MS, are_seconds
 from recpo.server.bundles import feature_kinds
 from recpo.server.impressions import ID_PATTERN
-from recpo.serving.histories import LATEST_MS, SECONDS_FROM, SECONDS_UNTIL
 
 _INT64 = 2**63
 
@@ -100,7 +100,7 @@ class RecommendRequest(BaseModel):
 
     @model_validator(mode="after")
     def _times(self) -> Self:
-        if any(SECONDS_FROM <= event["timestamp"] < SECONDS_UNTIL for event in self.history):
+        if any(are_seconds(event["timestamp"]) for event in self.history):
             raise ValueError("seconds? expected milliseconds since 1970")
         return self
 

@@ -77,8 +77,7 @@ class Bundle:
         """
         if isinstance(root, Bundle):
             return root
-        root = Path(root)
-        manifest = BundleManifest.read(root)
+        manifest, root = BundleManifest.open(root), Path(root)
         items = IdMap.load(root / ITEMS)
         if len(items) != manifest.num_items:
             message = f"{root / ITEMS} has {len(items)} items, the program {manifest.num_items}: export again"
@@ -275,7 +274,7 @@ def bundle_item_vectors(root: Path, manifest: BundleManifest | None = None) -> n
     """
     from safetensors import SafetensorError, safe_open  # lists without re-ranking do not need it
 
-    manifest = BundleManifest.read(root) if manifest is None else manifest
+    manifest = BundleManifest.open(root) if manifest is None else manifest
     if manifest.options is not None:
         file = root / WEIGHTS
         with readable(file, SafetensorError, OSError), safe_open(str(file), framework="numpy") as weights:

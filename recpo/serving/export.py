@@ -283,7 +283,7 @@ def write_compiled(bundle: Path | str, out: Path | str, *, overwrite: bool = Fal
     from torch._inductor.package import load_package  # importing Inductor takes seconds
 
     root = Path(bundle)
-    manifest = replace(BundleManifest.read(root), mask=False)  # it takes all forbidden items as ids
+    manifest = replace(BundleManifest.open(root), mask=False)  # it takes all forbidden items as ids
     policy = load_policy(root, manifest)
     with (
         output_file(out, overwrite=overwrite, inputs=[root]) as working,

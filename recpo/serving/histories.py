@@ -19,15 +19,12 @@ from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import FeatureArrays, missing_features
 from recpo.base.feedback import UNKNOWN, FeedbackDefinition
-from recpo.base.frames import Frame, flag_column, id_column, number_column, time_column, to_arrow
+from recpo.base.frames import Frame, are_no_times, flag_column, id_column, number_column, time_column, to_arrow
 from recpo.log.id_map import IdMap
 
 USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
 #: The columns that are read for every event (``HistoryReader.columns`` has more for some policies); others are ignored.
 EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike", "label")
-#: Integers between these are seconds that were mistaken for milliseconds (they would be in January 1970 or soon after),
-#: and integers above the last one are microseconds. Smaller integers may be event counters ("order").
-SECONDS_FROM, SECONDS_UNTIL, LATEST_MS = 100_000_000, 31_536_000_000, 4_102_444_800_000
 _LONGEST_S = 1e9  # 30 years: no event lasts longer
 _NUMBERS = ("watch_time", "duration", "label")
 #: the types that JSON has for ids, and for the values of an event
@@ -477,7 +474,7 @@ class HistoryReader:
         flags: Sequence[np.ndarray | None],
     ) -> _Events:
         """From the columns ``_NUMBERS`` and ``dislike`` and the behaviors; None = there is no such column."""
-        wrong = (time < 0) | (time >= LATEST_MS) | ((time >= SECONDS_FROM) & (time < SECONDS_UNTIL))
+        wrong = are_no_times(time)
         if wrong.any():
             message = (
                 f"histories: {int(wrong.sum())} timestamps are no plausible milliseconds since 1970, the first is "

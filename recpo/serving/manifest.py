@@ -10,18 +10,18 @@ NumPy and Arrow only; nothing is unpickled, and nothing names code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.checksums import MARKER, verify
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.features import SIDES, Categories, Category, Feature, FeatureSchema, Number, Reads, Vector, of_type
 from recpo.base.feedback import FeedbackDefinition
 from recpo.serving.histories import EncodedHistories
@@ -120,13 +120,8 @@ class BundleManifest(Artifact):
         self.write_facts(root, vars(self) | parts, _visible(root) - {MANIFEST, MARKER})
 
     @classmethod
-    def read(cls, root: Path) -> BundleManifest:
-        """Reads the manifest and verifies every file of the bundle.
-
-        Raises:
-            RecpoError: no bundle, an unfinished export, another format version, or a missing or altered file.
-        """
-        root = Path(root)
+    def _read(cls, root: Path) -> Self:
+        """Reads the manifest and verifies every file of the bundle."""
         content = cls.facts_of(root)
         manifest = cls._parsed(content, root / MANIFEST)
         verify(root, manifest.files, cls.remedy())
@@ -136,7 +131,7 @@ class BundleManifest(Artifact):
         return manifest
 
     @classmethod
-    def _parsed(cls, content: dict[str, Any], path: Path) -> BundleManifest:
+    def _parsed(cls, content: dict[str, Any], path: Path) -> Self:
         def damaged(what: str, field: str) -> RecpoError:
             return RecpoError(f"{path} is damaged: {what}; {cls.remedy()}", code="damaged", field=field)
 
@@ -164,13 +159,8 @@ class BundleManifest(Artifact):
         return cls(**found | parts)
 
 
-@contextmanager
-def readable(file: Path, *errors: type[Exception], remedy: str = BundleManifest.remedy()) -> Iterator[None]:
-    """Turns errors of a library that reads a file of a bundle into one that names the file."""
-    try:
-        yield
-    except errors as error:
-        raise RecpoError(f"{file} cannot be read ({error!r}): {remedy}", code="damaged", field=file.name) from error
+#: ``reading`` of a file of a bundle.
+readable: Final = partial(reading, remedy=BundleManifest.remedy())
 
 
 EXCLUDE: Final = "exclude"

@@ -3,8 +3,6 @@
 Imported by exports alone, because onnxscript takes a second to import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -22,12 +22,10 @@ import pyarrow.parquet as pq
 
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import is_list
-from recpo.base.frames import Frame, id_column, optional_times, to_arrow
+from recpo.base.frames import EARLIEST_MS, LATEST_MS, Frame, id_column, optional_times, to_arrow
 from recpo.log.id_map import IdMap
 from recpo.serving.histories import (
     ITEM_ID,
-    LATEST_MS,
-    SECONDS_UNTIL,
     TIMESTAMP,
     USER_ID,
     HistoryReader,
@@ -342,7 +340,7 @@ def milliseconds(at: Moment | None) -> int:
     """
     if at is None:
         return int(time.time() * 1000)
-    if isinstance(at, int) and not isinstance(at, bool) and SECONDS_UNTIL <= at < LATEST_MS:
+    if isinstance(at, int) and not isinstance(at, bool) and EARLIEST_MS <= at < LATEST_MS:
         return at
     try:
         moment = datetime.fromisoformat(str(at))  # also of a datetime

@@ -18,10 +18,10 @@ from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
-from recpo.base.frames import optional_times
+from recpo.base.frames import are_seconds, optional_times
 from recpo.log.id_map import AVAILABILITY, RETIRED, IdMap
 from recpo.serving.bundle import GOLDEN, Bundle, check_golden, load_runtime, write_golden
-from recpo.serving.histories import ITEM_ID, SECONDS_FROM, SECONDS_UNTIL
+from recpo.serving.histories import ITEM_ID
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, ITEMS, MANIFEST, BundleManifest
 from recpo.serving.recommending import ATTRIBUTES, attribute_columns, milliseconds
 from recpo.serving.runtimes import IndexOptions
@@ -124,7 +124,7 @@ def _times(table: pa.Table, file: Path) -> dict[str, np.ndarray]:
         if name in table.column_names
     }
     for name, times in found.items():
-        if (wrong := (times >= SECONDS_FROM) & (times < SECONDS_UNTIL)).any():
+        if (wrong := are_seconds(times)).any():
             message = (
                 f"items: {file}, column {name}: {int(wrong.sum())} times are no plausible milliseconds since 1970, the "
                 f"first is {times[wrong.argmax()]} (seconds?): write times, or milliseconds"

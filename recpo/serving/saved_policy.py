@@ -28,19 +28,12 @@ from torch import Tensor
 from recpo.artifacts.documents import as_configuration, write_tensors
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.contracts import Policy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.feature_encoding import FittedFeatures
 from recpo.base.features import FeatureArrays
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.log.id_map import IdMap
-from recpo.policies.baseline import (
-    EasePolicy,
-    FactorPolicy,
-    ImplicitPolicy,
-    PersonalPopularityPolicy,
-    PopularityPolicy,
-    SequentialRulesPolicy,
-)
+from recpo.policies import baseline
 from recpo.policies.blocks import Block, HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.feature_policy import FeaturePolicy
@@ -67,8 +60,8 @@ def _name_of(own: type) -> str:
     return f"{own.__module__}.{own.__qualname__}"
 
 
-_COUNTED = (SequentialRulesPolicy, PersonalPopularityPolicy)
-_BASELINES = (PopularityPolicy, FactorPolicy, ImplicitPolicy, EasePolicy, *_COUNTED)
+_COUNTED = (baseline.SequentialRulesPolicy, baseline.PersonalPopularityPolicy)
+_BASELINES = (baseline.PopularityPolicy, baseline.FactorPolicy, baseline.ImplicitPolicy, baseline.EasePolicy, *_COUNTED)
 _BASES = (CatalogSoftmaxPolicy, SemanticIdPolicy, *_BASELINES)
 _OWN: dict[str, type[Policy | Block]] = {_name_of(own): own for own in (*_BASES, *_TILTED, SASRecBlock, HSTUBlock)}
 #: the options that are entries themselves, and the classes that they may name
@@ -139,13 +132,10 @@ def load_policy(root: Path, manifest: BundleManifest) -> Policy:
             do not fit.
     """
     name = manifest.policy["class"]
-    try:
+    faults = SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError
+    with reading(f"{root}: {name} with its options", *faults, remedy="export it again", field=name):
         policy = policy_of_size(root, manifest, manifest.num_items)
-        weights = load_file(root / WEIGHTS)
-        policy.load_state_dict(weights)
-    except (SafetensorError, RuntimeError, TypeError, ValueError, ZeroDivisionError, OSError) as error:
-        message = f"{root}: weights and options of {name} do not fit ({error}): export it again"
-        raise RecpoError(message, code="damaged", field=name) from error
+        policy.load_state_dict(load_file(root / WEIGHTS))
     told = manifest.max_history, manifest.reads_timestamps, manifest.reads.batches
     if (policy.max_history, policy.reads_timestamps, policy.reads) != told:
         message = f"{root}: options of {name} do not fit the manifest: export it again"

@@ -1,7 +1,5 @@
 """Sharded tables for catalogs that do not fit on one machine: a Lightning strategy on top of torchrec."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

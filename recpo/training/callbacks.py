@@ -14,14 +14,30 @@ from typing import Any, Final, Literal
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
 from recpo.artifacts.documents import flush
 from recpo.artifacts.outputs import PARTIAL
 from recpo.base.errors import RecpoError
+from recpo.training.module import PreferenceModule
 from recpo.training.options import CollapseLimits, WeightAverage
 from recpo.training.run import Run
+from recpo.training.trainer import Throughput, TrainOptions
+
+
+def callbacks_of(options: TrainOptions, module: PreferenceModule, out: Path) -> list[Callback]:
+    """Those of every run, and those that its options ask for, in the order in which they are called."""
+    checkpoints = out / Run.CHECKPOINTS
+    callbacks: list[Callback] = [ReportLostRanks(out), FiniteGuard(), ValidateAtEnd(), Throughput()]
+    if options.rollout is not None:
+        callbacks.append(CollapseGuard(options.rollout.collapse, module.ranking_metric))
+    if options.weight_averaging is not None:
+        callbacks.append(WeightAveraging(options.weight_averaging))
+    if options.patience is not None:
+        callbacks.append(EarlyStopping(module.monitor, mode=module.monitor_mode, patience=options.patience))
+    callbacks.append(BestCheckpoint(checkpoints, module.monitor, module.monitor_mode))
+    return [*callbacks, LastCheckpoint(checkpoints, options.checkpoint_every)]
 
 
 class FiniteGuard(Callback):

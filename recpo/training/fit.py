@@ -1,54 +1,188 @@
-"""From the configuration of a run to the finished run (``run_configuration``).
+"""From the options of a run to the finished run.
 
-Everything is checked before the run directory changes; then the module and the trainer are built, and what was trained
-is kept.
+The configuration is the same from flags, YAML files and Python objects (``parse_arguments``): a tree of options and
+class paths, which ``resolved`` records before anything is built, and of which ``instantiate`` makes ``TrainOptions``.
+``run_configuration`` checks everything before the run directory changes; then it builds the module and the trainer, and
+keeps what was trained.
 """
 
+import json
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jsonargparse import Namespace
+from jsonargparse import ArgumentParser, Namespace
 from lightning import Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
-from recpo.artifacts.documents import describe_os_error
-from recpo.base.contracts import Policy
+import recpo.batches.preference_lists
+import recpo.evaluation.true_rewards
+import recpo.objectives
+import recpo.objectives.gae
+import recpo.policies.semantic_id
+import recpo.training.learned_reward  # noqa: F401  these imports are why a class path may be the bare class name
+from recpo.artifacts.documents import as_configuration, describe_os_error, parse_yaml, validate_configuration_files
+from recpo.base.contracts import Objective, Policy
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.batches.datamodule import Phases
+from recpo.objectives.advantages import TernaryAdvantage
 from recpo.policies.item_table import tables_on_meta
 from recpo.rewards.rewards import validate_identity
-from recpo.training.callbacks import (
-    BestCheckpoint,
-    CollapseGuard,
-    FiniteGuard,
-    LastCheckpoint,
-    ReportLostRanks,
-    ValidateAtEnd,
-    WeightAveraging,
-    lost_rank,
-    tune_allocator,
-)
+from recpo.training.callbacks import callbacks_of, lost_rank, tune_allocator
 from recpo.training.checkpoints import validate_checkpoint
-from recpo.training.class_names import class_names, validate_class_names
-from recpo.training.configuration import instantiate, resolved
+from recpo.training.class_names import class_names, validate_class_names, without_trust
 from recpo.training.contradictions import feedback_warnings
 from recpo.training.module import PreferenceModule
 from recpo.training.options import rewards_of
-from recpo.training.run import Run, checkpoint_path, hand_over
+from recpo.training.run import Run, built, checkpoint_path, hand_over
 from recpo.training.run_directory import RunDirectory
-from recpo.training.trainer import SentMetrics, Throughput, TrainOptions, trainer_error
+from recpo.training.trainer import DEFAULT_EPOCHS, SentMetrics, TrainOptions, says_when_to_stop, trainer_error
 from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import WarmStart, growth_of, same_training
+
+DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
+"""Default advantage of objectives that weigh logged feedback only by advantages, such as GBPO."""
+_UNRECORDED = ("config", "resume", "overwrite", "trust")
+
+
+@cache  # reading the signatures again takes as long as parsing
+def train_parser() -> ArgumentParser:
+    """The parser of ``recpo train``: ``TrainOptions``, and where a run goes and starts from."""
+    parser = ArgumentParser(
+        prog="recpo train",
+        description="Trains a policy on prepared data, or aligns a trained one. The result is a run directory: "
+        "checkpoints, logs, the resolved configuration that repeats it, the item ids and everything else that "
+        "recommending needs, and run.json, which marks it as finished. --resume true continues a killed run, with the "
+        "same result.",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    parser.add_class_arguments(TrainOptions, as_group=False, instantiate=False)
+    parser.add_argument("--out", type=Path, required=True, help="run directory to write")
+    parser.add_argument(
+        "--init_from",
+        type=Path | None,
+        default=None,
+        help="run directory whose best policy training starts from: the same items, or the first of today's (see "
+        "recpo prepare --extends); options of policy that are not given, and data.layout, are those of that run",
+    )
+    parser.add_argument(
+        "--init_training",
+        type=bool | None,
+        default=None,
+        help="also copy the critic heads and the optimizer state of the run of init_from; null = only if the "
+        "catalog has grown since, and objective and optimizers are the same",
+    )
+    parser.add_argument("--resume", type=bool, default=False, help="continue from last.ckpt in out")
+    parser.add_argument("--overwrite", type=bool, default=False, help="replace the run in out once training has begun")
+    parser.add_argument(
+        "--trust",
+        type=list[str],
+        default=[],
+        help="packages, in addition to recpo, torch.optim and lightning, whose classes the run of init_from may name",
+    )
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str]) -> Namespace:
+    """Parses the flags of ``recpo train`` and fills in missing ones.
+
+    Options of ``policy`` that are not given, and ``data.layout``, come from ``init_from``. An objective that weighs
+    logged feedback only by advantages (GBPO, Reinforce) gets ``DEFAULT_ADVANTAGE`` if none is given. Training without a
+    given end uses ``DEFAULT_EPOCHS``.
+
+    Raises:
+        ArgumentError: an unknown option, or a value of a wrong type.
+        RecpoError: the run of ``init_from`` cannot be opened.
+    """
+    validate_configuration_files(arguments)
+    parser, arguments = train_parser(), _readable_nulls(arguments)
+    given = parser.parse_args(arguments, defaults=False)
+    if given.get("init_from") is not None:
+        with suppress(*[RecpoError] * bool(given.get("resume"))):  # a resumed run no longer needs it
+            base = Run.open(given.init_from, trust=given.get("trust") or ()).configuration
+            if "data" not in base:
+                raise RecpoError(
+                    f"{given.init_from} was tilted, not trained: start from the run that it was made from",
+                    code="unsupported",
+                    field="init_from",
+                )
+            start: dict[str, Any] = {"policy": base["policy"]}
+            if "layout" not in given.data.get("init_args", given.data):
+                start["data"] = {"layout": base["data"]["init_args"]["layout"]}
+            arguments = ["--config", json.dumps(start), *arguments]
+    arguments = list(arguments)
+    if given.get("objective") is not None and given.get("advantage") is None and given.get("reward") is None:
+        requires = built("objective", Objective, given.objective).requires
+        if "advantages" in requires and not requires & {"old", "value", "rewards", "chosen"}:
+            arguments += ["--advantage", json.dumps(as_configuration(DEFAULT_ADVANTAGE))]
+    if not says_when_to_stop(given.get("trainer.init_args") or {}):
+        arguments += ["--trainer.max_epochs", str(DEFAULT_EPOCHS)]
+    return parser.parse_args(arguments)
+
+
+def _readable_nulls(arguments: Sequence[str]) -> list[str]:
+    """Rewrites ``--a.b.c null`` as ``--a.b {c: null}``; jsonargparse reads the former as text at this depth."""
+    readable: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        group, _, name = flag.rpartition(".")
+        if not flag.startswith("--") or flag.count(".") < 2 or group.endswith(".init_args"):
+            readable.append(word)
+            continue
+        value = value if equals else next(words, "")
+        is_null = value in ("null", "~")
+        readable += [group, json.dumps({name: None})] if is_null else [word] if equals else [flag, value]
+    return readable
+
+
+def instantiate(configuration: Namespace) -> TrainOptions:
+    """Builds the options; each validates itself.
+
+    Raises:
+        RecpoError: a value is refused.
+    """
+    try:
+        values = train_parser().instantiate(configuration)
+        return TrainOptions(**{field.name: values[field.name] for field in fields(TrainOptions)})
+    except RecpoError:
+        raise
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        if isinstance(error.__cause__, RecpoError):  # of options that may be null, the parser says why as the cause
+            raise error.__cause__ from error
+        raise RecpoError(f"an option is refused: {' '.join(str(error).split())}", code="bad_value") from error
+
+
+def resolved(configuration: Namespace) -> dict[str, Any]:
+    """Every option, including defaults, except those on an existing run and on whom to trust, as YAML has them."""
+    options = parse_yaml(train_parser().dump(configuration, skip_unset=False, skip_validation=True))
+    recorded: dict[str, Any] = without_trust({name: options[name] for name in options if name not in _UNRECORDED})
+    return recorded
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options of Python, by their names (``trainer={"max_epochs": 1}`` or ``{"trainer.max_epochs": 1}``), as flags."""
+    tree: dict[str, Any] = {}
+    for name, value in options.items():
+        *groups, last = name.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        value, there = as_configuration(value), place.get(last)
+        place[last] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
+    return ["--config", json.dumps(tree)] if tree else []
 
 
 def run_configuration(
@@ -78,7 +212,7 @@ def run_configuration(
         callbacks = [*callbacks, LambdaCallback(on_train_start=start.load_optimizer)]
     if options.rollout is not None:
         options.data.phases = Phases(options.rollout.batches, options.rollout.epochs)
-    callbacks = [*callbacks, *_callbacks(options, module, out)]
+    callbacks = [*callbacks, *callbacks_of(options, module, out)]
     loggers = [] if metrics is None else [SentMetrics(metrics)]
     trainer = options.trainer.build(out, callbacks=callbacks, loggers=loggers, progress=options.progress)
     if options.patience is not None and not trainer.limit_val_batches:
@@ -194,19 +328,6 @@ def _validate_identity(model: Policy, options: TrainOptions) -> None:
             code="mismatch",
             field="policy",
         )
-
-
-def _callbacks(options: TrainOptions, module: PreferenceModule, out: Path) -> list[Callback]:
-    checkpoints = out / Run.CHECKPOINTS
-    callbacks: list[Callback] = [ReportLostRanks(out), FiniteGuard(), ValidateAtEnd(), Throughput()]
-    if options.rollout is not None:
-        callbacks.append(CollapseGuard(options.rollout.collapse, module.ranking_metric))
-    if options.weight_averaging is not None:
-        callbacks.append(WeightAveraging(options.weight_averaging))
-    if options.patience is not None:
-        callbacks.append(EarlyStopping(module.monitor, mode=module.monitor_mode, patience=options.patience))
-    callbacks.append(BestCheckpoint(checkpoints, module.monitor, module.monitor_mode))
-    return [*callbacks, LastCheckpoint(checkpoints, options.checkpoint_every)]
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from recpo.artifacts.checksums import kind_of, verify
 from recpo.artifacts.documents import describe_os_error, read_json, read_yaml
 from recpo.artifacts.outputs import output_file, write_json
 from recpo.base.contracts import Policy
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.base.feature_encoding import PolicyFeatures
 from recpo.base.features import FeatureSchema, Side, read_features
 from recpo.base.feedback import FeedbackDefinition
@@ -113,8 +113,8 @@ class Run(Artifact):
             RecpoError: not a run, an unfinished run, another format, changed files, or a configuration that names
                 classes of other packages.
         """
-        if isinstance(root, Run):
-            return root
+        if isinstance(root, Artifact):
+            return super().open(root)
         root = Path(root)
         begun = (root / Run.RESOLVED).is_file() and kind_of(root) in (None, "run")
         if begun and not (root / Run.FINISHED).is_file():
@@ -305,15 +305,9 @@ class Run(Artifact):
 
     def option(self, name: str, kind: Any) -> Any:
         """The option ``name`` of the run, rebuilt from its configuration."""
-        try:
+        what, remedy = f"{self.root / Run.RESOLVED}: {name}", "train the run again with this version"
+        with reading(what, ArgumentError, KeyError, ImportError, remedy=remedy, field=name):
             return built(name, kind, self.configuration[name])
-        except (ArgumentError, KeyError, ImportError) as error:
-            raise RecpoError(
-                f"{self.root / Run.RESOLVED}: {name} cannot be built ({' '.join(str(error).split())}); "
-                "train the run again with this version",
-                code="damaged",
-                field=name,
-            ) from error
 
     def policy(self, checkpoint: str = "best") -> Policy:
         """Rebuilds the policy, in evaluation mode.
@@ -325,14 +319,9 @@ class Run(Artifact):
             RecpoError: the checkpoint has changed or does not fit the configuration.
         """
         factory: PolicyFactory = self.option("policy", PolicyFactory)
-        try:
+        what = f"{self.root / Run.RESOLVED}: policy"
+        with reading(what, TypeError, ValueError, RuntimeError, remedy=Run.remedy(), field="policy"):
             policy = factory(self.num_items)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise RecpoError(
-                f"{self.root / Run.RESOLVED}: policy cannot be built ({' '.join(str(error).split())}); {Run.remedy()}",
-                code="damaged",
-                field="policy",
-            ) from error
         hand_over(policy, self)
         load_weights(policy, self.checkpoint(checkpoint))
         return policy.eval()
@@ -528,19 +517,13 @@ def _logged(run: Path) -> Curves:
     """Every metric of the CSV logs, in the order of the steps."""
     curves: dict[str, dict[float, float]] = defaultdict(dict)
     for file in sorted((run / "logs").glob("version_*/metrics.csv"), key=_number_of_log):
-        try:
-            with file.open(encoding="utf-8", newline="") as handle:
-                for row in csv.DictReader(handle):
-                    for name, text in row.items():
-                        if text and name.startswith(("train/", "val/")) and math.isfinite(float(text)):
-                            curves[name][float(row["step"])] = float(text)
-        except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
-            raise RecpoError(
-                f"{file} is no CSV log of a training ({error}): copy the run again, or remove this file, which only "
-                "its curves need",
-                code="damaged",
-                field=file.name,
-            ) from error
+        remedy = "copy the run again, or remove this file, which only its curves need"
+        faults = reading(file, ValueError, KeyError, TypeError, AttributeError, csv.Error, remedy=remedy)
+        with faults, file.open(encoding="utf-8", newline="") as handle:
+            for row in csv.DictReader(handle):
+                for name, text in row.items():
+                    if text and name.startswith(("train/", "val/")) and math.isfinite(float(text)):
+                        curves[name][float(row["step"])] = float(text)
     return {name: [list(point) for point in sorted(points.items())] for name, points in curves.items()}
 
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,17 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_only
 
 from recpo.artifacts.checksums import kind_of, sha256
-from recpo.artifacts.documents import read_json, read_yaml
+from recpo.artifacts.documents import lies_in, read_json, read_yaml
 from recpo.artifacts.outputs import PARTIAL, directory_in_place, write_json
 from recpo.artifacts.semantic_codes import CODEBOOKS
 from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
 from recpo.rewards.factors import MANIFEST as FACTORS_MANIFEST
+from recpo.training import run
 from recpo.training.checkpoints import RUN
 from recpo.training.class_names import class_names
 from recpo.training.module import PreferenceModule
-from recpo.training.run import (
-    Run,
-    checkpoint_path,
-    data_facts,
-    mark_finished,
-    write_configuration,
-    write_features,
-    write_items,
-)
+from recpo.training.run import Run
 from recpo.training.trainer import TrainOptions
 
 MAY_CHANGE = (
@@ -79,7 +72,7 @@ class RunDirectory:
                 "catalog_checksum": self._data.catalog_checksum,
                 "manifest_sha256": _sha256_of(self._data.manifest),
             },
-            "data": data_facts(self._data),
+            "data": run.data_facts(self._data),
             "contexts_per_step": batch_size * options.trainer.accumulate_grad_batches * world_size,
         }
         base = given.init_from
@@ -101,7 +94,7 @@ class RunDirectory:
             RecpoError: it exists, is not a run, was created with other options, or is a finished run without its last
                 checkpoint.
         """
-        out, last = self._root, checkpoint_path(self._root, "last")
+        out, last = self._root, run.checkpoint_path(self._root, "last")
         goes_on = last if self._resume and last.exists() else None
         if _is_other_rank() or not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return goes_on
@@ -205,9 +198,9 @@ class RunDirectory:
         goes_on = self._resume and (self._root / Run.RESOLVED).is_file()
 
         def start(directory: Path) -> None:
-            write_configuration(directory, self._configuration)
-            write_items(directory, self._data)
-            write_features(directory, policy, self._data)
+            run.write_configuration(directory, self._configuration)
+            run.write_items(directory, self._data)
+            run.write_features(directory, policy, self._data)
             if self._codes is not None:
                 ignore = shutil.ignore_patterns(CODEBOOKS)  # only new items would need them
                 shutil.copytree(self._codes, directory / Run.CODES, ignore=ignore, dirs_exist_ok=True)
@@ -220,7 +213,7 @@ class RunDirectory:
 
     def _begin_again(self) -> None:
         (self._root / Run.FINISHED).unlink(missing_ok=True)
-        write_configuration(self._root, self._configuration)
+        run.write_configuration(self._root, self._configuration)
 
     def _end_step(self, *_: Any) -> None:
         """Before any checkpoint is written: those are the last callbacks."""
@@ -234,7 +227,7 @@ class RunDirectory:
         """Marks the run as finished, unless it already was and nothing was added."""
         if (self._root / Run.FINISHED).is_file():
             return
-        best, last = (checkpoint_path(self._root, name) for name in ("best", "last"))
+        best, last = (run.checkpoint_path(self._root, name) for name in ("best", "last"))
         if not best.exists() and last.exists():  # nothing was validated
             partial = best.with_name(best.name + PARTIAL)  # a kill in between must not leave a part of it as the best
             shutil.rmtree(partial, ignore_errors=True)
@@ -242,7 +235,7 @@ class RunDirectory:
             os.replace(partial, best)
         metrics = {name: float(value) for name, value in module.trainer.callback_metrics.items()} or module.results
         results = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        mark_finished(self._root, module.policy, self._data, results, module.monitor)
+        run.mark_finished(self._root, module.policy, self._data, results, module.monitor)
 
 
 def _in_common(configuration: Any, origin: Mapping[str, Any], is_same_step: bool = True) -> dict[str, Any]:
@@ -254,7 +247,7 @@ def _in_common(configuration: Any, origin: Mapping[str, Any], is_same_step: bool
         is_same_step: the optimizer steps have the same size, however they are divided.
     """
     ignored = (*MAY_CHANGE, *_OF_THE_SAME_CONTENT, *(_OF_THE_SAME_STEP if is_same_step else ()))
-    kept = {key: value for key, value in _leaves(configuration) if not _is_part_of(key, ignored)}
+    kept = {key: value for key, value in _leaves(configuration) if not any(lies_in(key, one) for one in ignored)}
     rewards = sorted(set(origin.get("reward_runs", {}).values()))
     return {**kept, "prepared": origin["prepared"]["manifest_sha256"], "reward": rewards}
 
@@ -266,10 +259,6 @@ def _leaves(configuration: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, prefix if name == "init_args" else f"{prefix}.{name}".lstrip("."))
     elif configuration is not None:
         yield prefix, _plain(configuration)
-
-
-def _is_part_of(key: str, names: Iterable[str]) -> bool:
-    return any(key == name or key.startswith(name + ".") for name in names)
 
 
 def _plain(configuration: Any) -> Any:

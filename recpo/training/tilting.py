@@ -34,16 +34,9 @@ from recpo.policies.grade_factors import GradeFactors
 from recpo.policies.tilted import OnBase, ProductPolicy, RerankedPolicy, RerankedProductPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import chunks
+from recpo.training import run
 from recpo.training.learned_reward import Checkpoint
-from recpo.training.run import (
-    Run,
-    checkpoint_path,
-    data_facts,
-    mark_finished,
-    write_configuration,
-    write_features,
-    write_items,
-)
+from recpo.training.run import Run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -487,7 +480,7 @@ class TiltBase:
     def write_files(self, root: Path) -> None:
         """Writes the files of a run that do not depend on the tilt: items, feedback, codes and features."""
         if isinstance(self.source, Prepared):
-            write_items(root, self.source)
+            run.write_items(root, self.source)
             return
         for name in self.source.files:
             if name not in (Run.RESOLVED, Run.ORIGIN) and not name.startswith(Run.CHECKPOINTS):
@@ -498,7 +491,7 @@ class TiltBase:
     def origin(self) -> dict[str, Any]:
         """Its entries of ``origin.json``."""
         if isinstance(self.source, Prepared):
-            return {"data": data_facts(self.source), "tilted": {"baseline": self.name}}
+            return {"data": run.data_facts(self.source), "tilted": {"baseline": self.name}}
         assert self.checkpoint is not None
         weights = self.source.checkpoint_files(self.checkpoint)
         tilted = {"run": self.name, "checkpoint": self.checkpoint, "weights": weights}
@@ -525,11 +518,11 @@ def write_tilted(
     """
     base.write_files(root)
     if data is not None and by.user_features:
-        write_features(root, policy, data)
+        run.write_features(root, policy, data)
     arguments = {"base": dict(base.configuration), **by.arguments(policy), "temperature": policy.temperature}
     arguments |= {"candidates": by.candidates} if isinstance(policy, RerankedPolicy | RerankedProductPolicy) else {}
     own = f"{type(policy).__module__}.{type(policy).__qualname__}"
-    write_configuration(root, {"policy": {"class_path": own, "init_args": arguments}})
+    run.write_configuration(root, {"policy": {"class_path": own, "init_args": arguments}})
     origin = {
         "format_version": Run.version,
         "contexts_per_step": 0,  # because nothing was trained
@@ -546,13 +539,13 @@ def write_tilted(
     write_json(root / Run.ORIGIN, origin)
     (root / Run.CHECKPOINTS).mkdir()
     state = {f"policy.{name}": value for name, value in policy.state_dict().items()}
-    with checkpoint_path(root).open("wb") as file:  # torch itself does not report a full disk
+    with run.checkpoint_path(root).open("wb") as file:  # torch itself does not report a full disk
         torch.save({"state_dict": state}, file)
     numbers: dict[str, float | None] = {"temperature": how.temperature}
     for trial in how.trials:
         numbers = _finite(trial) if trial.temperature == how.temperature else numbers
     results = {f"tilt/{name}": value for name, value in numbers.items()}
-    mark_finished(root, policy, base.source, results, how.criterion)
+    run.mark_finished(root, policy, base.source, results, how.criterion)
 
 
 def _finite(trial: TiltTrial) -> dict[str, float | None]:

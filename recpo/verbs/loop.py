@@ -16,7 +16,7 @@ from recpo import __version__
 from recpo.artifacts.artifact import Artifact
 from recpo.artifacts.documents import as_configuration, read_yaml
 from recpo.artifacts.outputs import output_file
-from recpo.base.errors import MAX_SEED, PositiveInt, RecpoError, validate_range
+from recpo.base.errors import MAX_SEED, PositiveInt, RecpoError, reading, validate_range
 from recpo.evaluation.html_report import svg
 from recpo.evaluation.html_report.parts import Cell, Row, Table, render
 from recpo.evaluation.html_report.svg import Figure
@@ -53,11 +53,9 @@ class LoopResult(Artifact):
     @classmethod
     def _read(cls, root: Path) -> Self:
         content = cls.facts_of(root)
-        try:
+        with reading(root / LOOP, KeyError, TypeError, remedy=cls.remedy()):
             rounds = tuple(Round.from_json(one) for one in content["rounds"])
-            return cls(root, read_yaml(root / RESOLVED, cls.remedy()), rounds)
-        except (KeyError, TypeError) as error:
-            raise RecpoError(f"{root} is damaged ({error}): {cls.remedy()}", code="damaged", field=LOOP) from error
+        return cls(root, read_yaml(root / RESOLVED, cls.remedy()), rounds)
 
     @property
     def bundle(self) -> Bundle:

@@ -41,7 +41,7 @@ from recpo.policies.grade_factors import validate_temperature
 from recpo.rewards.factors import Factors
 from recpo.rewards.rewards import LoggedReward
 from recpo.serving.bundle import Bundle
-from recpo.training.configuration import as_arguments, train_parser
+from recpo.training.fit import as_arguments, train_parser
 from recpo.training.run import Run
 from recpo.verbs.contenders import contenders_of
 from recpo.verbs.evaluate import evaluate

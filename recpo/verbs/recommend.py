@@ -1,7 +1,5 @@
 """The verb ``recommend``: lists of a bundle, run, factors or baseline, for a frame or a Parquet file of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -19,7 +17,7 @@ from tqdm import tqdm
 
 from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
-from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError
+from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, reading
 from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
 from recpo.serving import recommending
 from recpo.serving.bundle import Bundle
@@ -40,7 +38,8 @@ else:  # a bundle is served without the libraries that runs and prepared data ne
     PreparedData = str | Path
 
 _ROWS_AT_ONCE = 1 << 16
-
+_FAULTS: Final = (pa.ArrowException, OSError)
+_REMEDY: Final = "name a Parquet file, or pass a data frame in Python"
 
 #: Length of lists, where neither a bundle nor the catalog limits it.
 LIST_LENGTH: Final = 10
@@ -233,13 +232,8 @@ def _open(histories: Path) -> ds.Dataset:
             code="wrong_file",
             field="histories",
         )
-    try:
+    with reading(histories, *_FAULTS, remedy=_REMEDY, field="histories"):
         source = ds.dataset(histories, format="parquet")
-    except (pa.ArrowException, OSError) as error:
-        remedy = "name a Parquet file, or pass a data frame in Python"
-        raise RecpoError(
-            f"{histories} cannot be read as Parquet ({error}): {remedy}", code="damaged", field="histories"
-        ) from error
     require_columns(source.schema, [USER_ID, ITEM_ID, TIMESTAMP], str(histories))
     id_column(_no_events(source, histories), USER_ID, str(histories))
     return source
@@ -282,13 +276,11 @@ def _batches(
     source: ds.Dataset, path: Path, read: Sequence[str], progress: Callable[[int], object]
 ) -> Iterator[pa.Table]:
     columns = [name for name in read if name in source.schema.names]
-    try:
+    with reading(path, *_FAULTS, remedy=_REMEDY, field="histories"):
         for batch in source.to_batches(columns=columns, batch_size=_ROWS_AT_ONCE):
             if batch.num_rows:
                 yield to_arrow(batch, str(path))
                 progress(batch.num_rows)
-    except (pa.ArrowException, OSError) as error:
-        raise RecpoError(f"{path} cannot be read as Parquet: {error}", code="damaged", field="histories") from error
 
 
 def _whole_users(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:

@@ -16,8 +16,7 @@ from recpo.artifacts.documents import as_configuration
 from recpo.base.contracts import Objective, Policy, RewardFunction
 from recpo.base.errors import RecpoError, range_error
 from recpo.log.prepared import Prepared
-from recpo.training.configuration import as_arguments, parse_arguments, resolved, train_parser
-from recpo.training.fit import run_configuration
+from recpo.training.fit import as_arguments, parse_arguments, resolved, run_configuration, train_parser
 from recpo.training.run import Run, checkpoint_path
 from recpo.verbs.tracking import metrics_of_training, run_tracked
 from recpo.verbs.verb import Verb

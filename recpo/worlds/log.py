@@ -24,7 +24,7 @@ from recpo.artifacts.artifact import Artifact, facts_in
 from recpo.artifacts.checksums import seal
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import output_directory, write_json
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, reading
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, World
 from recpo.worlds.preferences import ITEM_TABLE, USER_TABLE, FloatArray, IntArray, Preferences, write_side_information
 from recpo.worlds.truth import FORMAT_VERSION as TRUTH_VERSION, Truth
@@ -111,11 +111,9 @@ class ServedDays:
         if not file.exists():
             return None
         content = facts_in(read_json(file, _REMEDY), file, FORMAT_VERSION, _REMEDY)
-        try:
+        with reading(file, KeyError, TypeError, remedy=_REMEDY):
             days = tuple(DayReport(**day) for day in content.pop("days"))
             served = cls(**content, days=days)
-        except (KeyError, TypeError) as error:
-            raise RecpoError(f"{file} is damaged ({error}): {_REMEDY}", code="damaged", field=file.name) from error
         if not days or [day.day for day in days] != list(range(days[0].day, days[0].day + len(days))):
             message = f"{file} is damaged (its days are not consecutive): {_REMEDY}"
             raise RecpoError(message, code="damaged", field="days")

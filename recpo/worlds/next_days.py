@@ -24,17 +24,7 @@ from tqdm import tqdm
 
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
-from recpo.worlds.log import (
-    LOG,
-    PAUSE_MS,
-    SCHEMA,
-    DayReport,
-    ServedDays,
-    Simulation,
-    draw_sessions,
-    draw_watch_time,
-    write_parts,
-)
+from recpo.worlds import log
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY
 from recpo.worlds.preferences import FloatArray, IntArray, Preferences, write_side_information
 from recpo.worlds.truth import RequestValues, Truth, request_values
@@ -98,16 +88,16 @@ class _Served(NamedTuple):
 
 
 def write_next_days(
-    worlds: Sequence[Simulation],
+    worlds: Sequence[log.Simulation],
     out: Path,
     show: ShowSlates,
-    how: ServedDays,
+    how: log.ServedDays,
     *,
     days: int,
     overwrite: bool = False,
     progress: bool = False,
     inputs: Sequence[Path] = (),
-) -> Simulation:
+) -> log.Simulation:
     """Writes ``out/log/``, ``out/truth/`` and ``out/served.json``, completely or not at all.
 
     Reads the full log so far into memory.
@@ -129,7 +119,7 @@ def write_next_days(
     truth = worlds[0].truth
     read = [*inputs, *(world.root for world in worlds)]
     with output_directory(out, kind="simulation", overwrite=overwrite, inputs=read) as partial:
-        past = pa.concat_tables([pq.read_table(world.log, schema=SCHEMA) for world in worlds])
+        past = pa.concat_tables([pq.read_table(world.log, schema=log.SCHEMA) for world in worlds])
         numbers = range(first, first + days)
         events, reports = serve_days(truth, past, show, how, days=numbers, progress=progress)
         truth.save(partial / "truth")
@@ -137,13 +127,13 @@ def write_next_days(
         for table in (worlds[0].items, worlds[0].users) if truth.preferences.replays else ():
             if table is not None:
                 shutil.copyfile(table, partial / table.name)
-        write_parts([events], partial / LOG, events.num_rows, progress=False)
+        log.write_parts([events], partial / log.LOG, events.num_rows, progress=False)
         served = dataclasses.replace(how, days=tuple(reports))
         served.save(partial)
-    return Simulation(Path(out), truth, served)
+    return log.Simulation(Path(out), truth, served)
 
 
-def validate_worlds(worlds: Sequence[Simulation]) -> int:
+def validate_worlds(worlds: Sequence[log.Simulation]) -> int:
     """The number of the next day.
 
     Raises:
@@ -175,11 +165,11 @@ def serve_days(
     truth: Truth,
     past: pa.Table,
     show: ShowSlates,
-    how: ServedDays,
+    how: log.ServedDays,
     *,
     days: Sequence[int],
     progress: bool = False,
-) -> tuple[pa.Table, list[DayReport]]:
+) -> tuple[pa.Table, list[log.DayReport]]:
     """Serves consecutive days.
 
     Every day depends only on the seed, its number and the log so far: serving two days at once gives the same result as
@@ -196,7 +186,7 @@ def serve_days(
     Returns:
         The new rows of the log, sorted by user and time, and a report of every day.
     """
-    served, reports = [SCHEMA.empty_table()], []
+    served, reports = [log.SCHEMA.empty_table()], []
     with tqdm(unit="request", desc="simulate", disable=None if progress else True) as bar:
         for day in days:
             key = np.random.SeedSequence([truth.preferences.parameters.seed, how.seed], spawn_key=(_SERVED_STREAM, day))
@@ -220,7 +210,7 @@ def plan_day(preferences: Preferences, day: int, generator: np.random.Generator)
     one_day = preferences._replace(parameters=dataclasses.replace(parameters, events=events, days=1))
     counts = generator.multinomial(events, activity / activity.sum())
     user_rows = np.repeat(np.arange(len(counts)), counts)
-    sessions = draw_sessions(one_day, user_rows, generator)
+    sessions = log.draw_sessions(one_day, user_rows, generator)
     first = np.flatnonzero(sessions.opens_request)
     opens_user = np.flatnonzero(sessions.opens_user[first])
     return Requests(
@@ -241,7 +231,7 @@ def _serve_day(
     repeat_after: float | None,
     generator: np.random.Generator,
     bar: tqdm[None],
-) -> tuple[pa.Table, DayReport]:
+) -> tuple[pa.Table, log.DayReport]:
     ids = past["request_id"].to_numpy()
     request_ids = int(ids.max(initial=-1)) + 1 + np.arange(len(requests.user_row))
     owner = np.searchsorted(truth.user_ids, past["user_id"].to_numpy())
@@ -261,7 +251,7 @@ def _serve_day(
         free[user_rows] = one.free
         rounds.append(one)
         bar.update(len(chosen))
-    events = pa.concat_tables([SCHEMA.empty_table(), *(one.events for one in rounds)])
+    events = pa.concat_tables([log.SCHEMA.empty_table(), *(one.events for one in rounds)])
     return events, _report(truth, day, rounds, events)
 
 
@@ -284,10 +274,10 @@ def _serve_round(
     item = item_rows[request, place]
     _validate_born(truth, item, day)
     affinity = preferences.affinity(user_rows[request], item[:, None], float(day))[:, 0]
-    watch_time = draw_watch_time(preferences, affinity, items.duration[item], generator)
+    watch_time = log.draw_watch_time(preferences, affinity, items.duration[item], generator)
     dislike = generator.random(len(item)) < preferences.dislike_probability(affinity, items.clickbait[item])
     busy = np.zeros(filled.shape, np.int64)
-    busy[filled] = np.rint(watch_time * 1000).astype(np.int64) + generator.integers(*PAUSE_MS, len(item))
+    busy[filled] = np.rint(watch_time * 1000).astype(np.int64) + generator.integers(*log.PAUSE_MS, len(item))
     start = preferences.parameters.start_ms + begin[:, None] + np.cumsum(busy, axis=1) - busy
     # a propensity that rounds to 0 in float32 would be read as missing
     propensity = np.maximum(shown.propensity[filled], np.finfo(np.float32).tiny)
@@ -309,7 +299,7 @@ def _serve_round(
     )
     values, not_shown = request_values(truth, float(day), user_rows, item_rows, barred)
     return _Served(
-        pa.table(events, schema=SCHEMA),
+        pa.table(events, schema=log.SCHEMA),
         begin + busy.sum(axis=1),
         values,
         not_shown,
@@ -341,7 +331,7 @@ def _validate_born(truth: Truth, item_rows: IntArray, day: int) -> None:
         raise RecpoError(message, code="mismatch", field="policy")
 
 
-def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table) -> DayReport:
+def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table) -> log.DayReport:
     values = RequestValues(*(np.concatenate(column) for column in zip(*(one.values for one in rounds), strict=True)))
     shown = ~np.isnan(values.value)
 
@@ -350,7 +340,7 @@ def _report(truth: Truth, day: int, rounds: Sequence[_Served], events: pa.Table)
 
     value, oracle = mean(values.value[shown]), mean(values.oracle_value[shown])
     available = truth.available(float(day))
-    return DayReport(
+    return log.DayReport(
         day,
         requests=len(shown),
         short_slates=sum(one.short for one in rounds),
@@ -376,7 +366,7 @@ def _free_after(truth: Truth, past: pa.Table, offsets: IntArray) -> IntArray:
     last = offsets[1:][known] - 1
     watched = np.rint(past["watch_time"].to_numpy()[last].astype(np.float64) * 1000).astype(np.int64)
     begin = past["timestamp"].to_numpy()[last] - truth.preferences.parameters.start_ms
-    free[known] = begin + watched + PAUSE_MS[0]
+    free[known] = begin + watched + log.PAUSE_MS[0]
     return free
 
 

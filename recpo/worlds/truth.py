@@ -14,7 +14,7 @@ from recpo.artifacts.artifact import facts_in
 from recpo.artifacts.checksums import seal, sha256, verify
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
-from recpo.base.errors import RecpoError, validate_range
+from recpo.base.errors import RecpoError, reading, validate_range
 from recpo.worlds.parameters import MILLISECONDS_PER_DAY, SimulationParameters
 from recpo.worlds.preferences import FloatArray, IntArray, Items, LoggingPolicy, Preferences, Users
 
@@ -60,14 +60,12 @@ class Truth:
         directory = path / "truth" if (path / "truth").is_dir() else path
         file = directory / "truth.json"
         content = facts_in(read_json(file, _REMEDY), file, FORMAT_VERSION, _REMEDY)
-        try:
+        faults = KeyError, TypeError, AttributeError, ValueError, OSError, RecursionError, NotImplementedError
+        with reading(directory, *faults, remedy=_REMEDY, field="truth"):
             verify(directory, content["files"], _REMEDY)
             parameters, world = SimulationParameters(**content["parameters"]), str(content["world"])
             users = Users(**_read_arrays(directory / "users.parquet"))
             items = Items(**_read_arrays(directory / "items.parquet"))
-        except (KeyError, TypeError, AttributeError, ValueError, OSError, RecursionError, NotImplementedError) as error:
-            message = f"{directory} is damaged ({error}): {_REMEDY}"
-            raise RecpoError(message, code="damaged", field="truth") from error
         whole = (len(users.user_id), len(items.item_id)) == (parameters.users, parameters.items)
         if not whole or (items.born is not None) != parameters.lives:
             message = f"{directory} is damaged (rows or columns are missing): {_REMEDY}"

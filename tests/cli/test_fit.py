@@ -25,8 +25,7 @@ import pytest
 import recpo
 from recpo.artifacts.documents import as_configuration
 from recpo.base.errors import Interrupted, RecpoError
-from recpo.cli.main import main, run
-from recpo.cli.parser import parse, verb_class
+from recpo.cli.main import main, parse, run, verb_class
 from recpo.evaluation.baselines import FITTED
 from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.decision import criterion_of, reward_of
@@ -39,7 +38,7 @@ from recpo.log.splits import LeaveLastOut, TemporalSplit, TrainOnly
 from recpo.rewards.factors import Factors
 from recpo.rewards.fitted_policies import open_fitted
 from recpo.rewards.implicit import AllRankOptions, ImplicitOptions
-from recpo.training.configuration import parse_arguments
+from recpo.training.fit import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.verbs import fit_road, fit_search
 from recpo.verbs.fit_recipes import POSITIVES, RECIPES, recipes_of

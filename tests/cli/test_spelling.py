@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from jsonargparse import ArgumentError
 
-from recpo.cli.main import VERBS, main
-from recpo.cli.parser import parser_of, verb_class
+from recpo.cli.main import VERBS, main, parser_of, verb_class
 from recpo.cli.spelling import INDEX, check_spelling, index, nearest
 from tests.forks import forked
 

@@ -13,9 +13,8 @@ import pytest
 from jsonargparse import ArgumentParser
 
 from recpo.cli import output
-from recpo.cli.main import VERBS, main, printer
+from recpo.cli.main import VERBS, main, parser_of, printer, verb_class, without_help
 from recpo.cli.output import VerbResult
-from recpo.cli.parser import parser_of, verb_class, without_help
 
 ROOT = Path(__file__).parents[2]
 SHOWN = sorted((ROOT / "recpo" / "cli").glob("show_*.py"))

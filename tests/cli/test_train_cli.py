@@ -8,7 +8,7 @@ import torch
 
 import recpo
 from recpo.cli.main import main
-from recpo.training.configuration import instantiate, parse_arguments
+from recpo.training.fit import instantiate, parse_arguments
 from recpo.training.run import Run, checkpoint_path
 from tests.forks import Command
 from tests.refusals import refused

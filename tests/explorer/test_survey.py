@@ -11,7 +11,7 @@ import torch
 import recpo
 from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
-from recpo.explorer.survey import ORDERS, Survey, calibration, coverage, moved_items, neighbors, overlaps
+from recpo.explorer.survey import ORDERS, Survey
 from recpo.verbs.contenders import contenders_of
 from tests.refusals import refused
 
@@ -115,9 +115,9 @@ def test_items_that_move(survey, catalog):
             count[item] += item > 0
     moved = after - before
     for order, sign in (("gain", 1), ("lose", -1)):
-        found = moved_items(survey, catalog, order, 1, 7)
+        found = survey.moved_items(catalog, order, 1, 7)
         assert (sign * moved[found]).tolist() == sorted((sign * moved).tolist(), reverse=True)[:7]
-    listed = moved_items(survey, catalog, "listed", 1, 7)
+    listed = survey.moved_items(catalog, "listed", 1, 7)
     assert after[listed].tolist() == sorted(after.tolist(), reverse=True)[:7]
     item = listed[0]
     owners = survey.owners(1, item)
@@ -125,7 +125,7 @@ def test_items_that_move(survey, catalog):
 
 
 def test_coverage_and_calibration_are_shares(survey, catalog):
-    for place, (_, distinct, (_, popular, _, _)) in enumerate(coverage(survey, catalog)):
+    for place, (_, distinct, (_, popular, _, _)) in enumerate(survey.coverage(catalog)):
         items = survey.contenders[place].lists[survey.contenders[place].lists > 0]
         assert distinct == len({*items.tolist()})
         top = {
@@ -134,7 +134,7 @@ def test_coverage_and_calibration_are_shares(survey, catalog):
             if catalog.ranks[index] <= max(1, len(catalog.ranks) // 100)
         }
         assert popular == pytest.approx(np.mean([item in top for item in items.tolist()]))
-    ((category, kinds), (tags, _)) = calibration(survey, catalog)
+    ((category, kinds), (tags, _)) = survey.calibration(catalog)
     assert (category, tags) == ("category", "tags")
     assert sum(before for _, before, _ in kinds) == pytest.approx(1)
     for number, one in enumerate(survey.contenders):
@@ -143,7 +143,7 @@ def test_coverage_and_calibration_are_shares(survey, catalog):
         for value, _, shares in kinds:
             if value in values:
                 assert shares[number] == pytest.approx(values[value] / counts.sum())
-    for name, row in overlaps(survey):
+    for name, row in survey.overlaps():
         assert row[survey_index(survey, name)] == pytest.approx(1)
 
 
@@ -152,14 +152,14 @@ def survey_index(survey, name):
 
 
 def test_neighbors_by_factors_and_by_lists(survey, factors):
-    _, near = neighbors(survey, 4)
+    _, near = survey.neighbors(4)
     vectors = factors.item_factors / factors.item_factors.norm(dim=1, keepdim=True)
     cosines = (vectors @ vectors[3]).tolist()
     cosines[3] = -math.inf
     assert [one for one, _ in near] == [i + 1 for i in np.argsort(-np.array(cosines), kind="stable")[: len(near)]]
     assert near[0][1] == pytest.approx(max(cosines), abs=1e-5)
     item = int(survey.contenders[-1].lists[0][0])
-    _, together = neighbors(replace(survey, grades=None), item)
+    _, together = replace(survey, grades=None).neighbors(item)
     having = [row for row in survey.contenders[-1].lists.tolist() if item in row]
     for other, share in together:
         assert share == pytest.approx(np.mean([other in row for row in having]))

@@ -9,7 +9,7 @@ import pytest
 
 import recpo
 from recpo.base.errors import RecpoError
-from recpo.cli.parser import parse
+from recpo.cli.main import parse
 from recpo.log.schema import Columns, FlagColumn
 from recpo.log.shaping import BinaryColumn
 from recpo.verbs.prepare import Prepare

@@ -472,7 +472,7 @@ def _indexed(root: Path) -> str:
     from recpo.serving.manifest import BundleManifest
     from recpo.serving.runtimes import ItemIndex
 
-    manifest = BundleManifest.read(root / "indexed")
+    manifest = BundleManifest.open(root / "indexed")
     index = ItemIndex.load(root / "indexed", manifest)
     states = np.ascontiguousarray(index.vectors[1:4])
     ids, scores = index.search(states, np.zeros((3, 1), np.int64), min(5, manifest.num_items))
@@ -619,7 +619,7 @@ def _feature_table(root: Path) -> str:
 def _yaml(root: Path) -> str:
     from jsonargparse import ArgumentError
 
-    from recpo.training.configuration import parse_arguments, resolved
+    from recpo.training.fit import parse_arguments, resolved
 
     found = []
     for name in ("train.yaml", "resolved.yaml"):
@@ -817,7 +817,7 @@ def guided(name: str, base: Path, work: Path, seconds: float, seed: int) -> None
     with atheris.instrument_imports(include=["recpo", "jsonargparse", "yaml"]):
         import recpo.server.write_ahead
         import recpo.serving.manifest
-        import recpo.training.configuration  # noqa: F401
+        import recpo.training.fit  # noqa: F401
     fuzzer = Fuzzer(name, base, work, seed)
     seeds = work / "corpus"
     seeds.mkdir(exist_ok=True)

@@ -37,7 +37,7 @@ def bundles(tmp_path_factory):
     policy, options = make_policy("sasrec")
     export_bundle(policy, item_ids(), PolicyFacts(FEEDBACK, options=options), root / "v1", BundleOptions(k=K))
     shutil.copytree(root / "v1", root / "v2")
-    manifest = BundleManifest.read(root / "v2")
+    manifest = BundleManifest.open(root / "v2")
     IdMap(item_ids().to_external(range(NUM_ITEMS, 0, -1))).save(root / "v2" / ITEMS)  # the same program, other items
     reverse = Bundle(root / "v2", manifest, IdMap.load(root / "v2" / ITEMS), Bundle.open(root / "v1").runtime)
     write_golden(reverse)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recpo.cli.parser import parse
+from recpo.cli.main import parse
 from recpo.server.impressions import JOURNAL, settle
 from recpo.server.options import ServerOptions
 from recpo.server.variants import ENDED, EndedVariants, Guard, Watch, assigned

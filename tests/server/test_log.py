@@ -417,7 +417,7 @@ def test_user_ids_have_the_type_of_the_training_data(bundle, tmp_path):
         return [await server.client.post("/v1/recommend", json=request(user)) for user in ("ann", 7)]
 
     root = shutil.copytree(bundle.root, tmp_path / "bundle")
-    manifest = BundleManifest.read(root)
+    manifest = BundleManifest.open(root)
     replace(manifest, origin={**manifest.origin, "user_ids": "string"}).write(root)
     assert [answer.status_code for answer in answers(root, calls, log=tmp_path / "log")] == [200, 422]
 

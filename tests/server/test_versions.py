@@ -98,7 +98,7 @@ def test_items_of_equal_score_may_swap_places():
 
 
 def test_an_older_bundle_without_golden_requests_serves(versions):
-    manifest = BundleManifest.read(versions / "10")
+    manifest = BundleManifest.open(versions / "10")
     (versions / "10" / GOLDEN).unlink()
     manifest.write(versions / "10")
     assert LoadedBundle.load(versions / "10", "films").golden == 0
@@ -127,7 +127,7 @@ def test_a_version_that_is_not_there_or_not_alike_is_refused(versions, bundles):
     for wrong in ("12", "../versions/9", ".", ""):
         with refused("unknown_name", "version"):
             served.swap(wrong)
-    manifest = BundleManifest.read(versions / "9")
+    manifest = BundleManifest.open(versions / "9")
     content = json.loads((versions / "9" / MANIFEST).read_text())
     content["feedback"]["cutoffs"] = {}
     (versions / "9" / GOLDEN).unlink()

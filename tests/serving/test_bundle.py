@@ -286,7 +286,7 @@ def test_arrow_and_pandas_frames_say_the_same(bundle):
 def test_the_manifest_has_the_types_and_shapes_of_the_program(exported):
     bundle = exported[1]
     graph = onnx.load(bundle / "model.onnx").graph
-    interface = program_interface(BundleManifest.read(bundle))
+    interface = program_interface(BundleManifest.open(bundle))
     for values, tensors in ((graph.input, interface["inputs"]), (graph.output, interface["outputs"])):
         assert {value.name for value in values} == tensors.keys()
         for value in values:

@@ -260,7 +260,7 @@ def test_weights_that_do_not_fit_are_refused(copy, change):
 
 
 def test_a_manifest_is_read_as_it_was_written(copy, bundle_path):
-    assert BundleManifest.read(copy) == Bundle.open(bundle_path).manifest
+    assert BundleManifest.open(copy) == Bundle.open(bundle_path).manifest
 
 
 def test_a_bundle_names_no_path_of_the_machine_that_made_it(bundle_path):

@@ -57,7 +57,7 @@ def test_both_engines_of_a_tilted_bundle_are_the_policy(kind, parts, tmp_path):
     export_bundle(
         policy, parts.items, PolicyFacts(parts.feedback, options=options), tmp_path / "bundle", BundleOptions(k=10)
     )
-    manifest = BundleManifest.read(tmp_path / "bundle")
+    manifest = BundleManifest.open(tmp_path / "bundle")
     assert manifest.max_history == LONGER
     assert manifest.options["base"]["class"].endswith(CLASSES[kind])
     assert manifest.options["factors"]["lower_bound"] == 2.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recpo.training.configuration import parse_arguments
+from recpo.training.fit import parse_arguments
 from tests.forks import FORKS
 
 

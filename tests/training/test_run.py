@@ -28,7 +28,7 @@ from recpo.log.schema import ALWAYS, NEVER
 from recpo.objectives import GBPO, PointwiseReward
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.training.class_names import _OWN as OWN, _is_group as is_group, without_trust
-from recpo.training.configuration import parse_arguments, train_parser
+from recpo.training.fit import parse_arguments, train_parser
 from recpo.training.module import PreferenceModule
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.run import Run

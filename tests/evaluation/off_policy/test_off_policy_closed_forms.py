@@ -34,8 +34,7 @@ from recpo.evaluation.off_policy.estimators import (
     Rows,
     SwitchDR,
 )
-from recpo.evaluation.off_policy.exposure_model import ExposureModel
-from recpo.evaluation.off_policy.measure import OffPolicySetting, discounted
+from recpo.evaluation.off_policy.measure import ExposureModel, OffPolicySetting, discounted
 from recpo.evaluation.off_policy.results import (
     TargetSums,
     bootstrap_values,

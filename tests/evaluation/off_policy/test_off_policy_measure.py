@@ -14,8 +14,7 @@ from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.measures import Observed, Recommender
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions, Rows
-from recpo.evaluation.off_policy.exposure_model import ExposureModel
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting, discounted
+from recpo.evaluation.off_policy.measure import ExposureModel, OffPolicyMeasure, OffPolicySetting, discounted
 from recpo.evaluation.off_policy.results import result_of_rows
 from tests.refusals import refused
 

@@ -13,8 +13,7 @@ from recpo.base.types import Recommendations, Slates
 from recpo.batches.slates import evaluation_batches
 from recpo.evaluation.measures import Observed
 from recpo.evaluation.off_policy.estimators import AdditiveRewardModel, OffPolicyOptions, RewardedExposures
-from recpo.evaluation.off_policy.exposure_model import ExposureModel
-from recpo.evaluation.off_policy.measure import OffPolicyMeasure, OffPolicySetting
+from recpo.evaluation.off_policy.measure import ExposureModel, OffPolicyMeasure, OffPolicySetting
 from recpo.evaluation.true_rewards import true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
