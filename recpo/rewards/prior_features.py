@@ -38,6 +38,8 @@ TABLE_COLUMNS: Final = 64
 # products with a matrix, and columns beyond those that are kept: with these, a subspace iteration converges
 _PRODUCTS: Final = 8
 _MORE_COLUMNS: Final = 16
+# a component below this size is rounding: nothing differs
+_EQUAL: Final = 1e-6
 # items whose table is a matrix at a time
 _ROWS: Final = 1 << 14
 #: times that ``of_consumption`` and ``of_table`` read all chunks
@@ -180,9 +182,9 @@ def of_table(
         seed: of the start of the iteration.
     """
     table, found = _components(schema, features, seed, centered=True)
-    if not found.shape[1]:
+    of_users = np.sqrt(_user_squares(parts(), found).max(initial=0.0))
+    if of_users < _EQUAL:  # nothing differs between the items
         return PriorFeatures.none(len(found))
-    of_users = np.sqrt(_user_squares(parts(), found).max())
     size = np.sqrt(np.square(found).mean(0).max())
     scaled = table._replace(axes=table.axes / size, center=table.center / size)
     return PriorFeatures(found / size, found / of_users, scaled, history_scale=float(size / of_users))
@@ -195,9 +197,9 @@ def of_user_table(schema: Sequence[Feature], features: Features, seed: int) -> U
     there is an intercept.
     """
     table, found = _components(schema, features, seed, centered=False)
-    if not found.shape[1]:
+    size = np.sqrt(found.var(0).max(initial=0.0))
+    if size < _EQUAL:
         return None
-    size = np.sqrt(found.var(0).max())
     return UserTable(table._replace(axes=table.axes / size), (found / size).astype(np.float32))
 
 

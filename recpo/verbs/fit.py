@@ -184,7 +184,9 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
     @contextmanager
     def _directory(self, root: Path) -> Iterator[None]:
         """Creates the directory, or checks the one to resume, and keeps other processes out."""
-        with self.directory(root, inputs=[self.log]) as again:
+        # of a directory around the fit, as the one with the data, the files are named
+        is_around = isinstance(self.log, str | Path) and Path(self.log).is_dir() and kind_of(self.log) is None
+        with self.directory(root, inputs=[] if is_around else [self.log]) as again:
             try:
                 yield
             except RecpoError:
@@ -219,7 +221,7 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
             log = source if isinstance(source, list) else [self._kept(road.root, source)]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
-        options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found), **tables}
+        options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found, road.root), **tables}
         split = deciding_split(options["split"], found.counts)
         verb = Prepare(out=road.root / fit_recipes.PREPARED, **options)
         road.data = self._prepared(road, replace(verb, split=split))

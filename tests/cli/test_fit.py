@@ -581,6 +581,24 @@ def test_a_user_who_had_every_item_has_an_empty_first_list(prepared, tmp_path, m
     assert said[-1].endswith("empty, as every item is in the past")
 
 
+def test_a_directory_is_fitted_into_itself(tmp_path):
+    pd.DataFrame({**EVENTS, "rating": [1 + n % 5 for n in range(N)]}).to_parquet(tmp_path / "log.parquet")
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(text):
+        if "label: " in text:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        recpo.fit(str(tmp_path), tmp_path / "fit", minutes=MINUTES, on_step=stop)
+    data = Prepared.open(tmp_path / "fit" / "prepared")
+    assert [file.rpartition("/")[2] for file in data.manifest["config"]["log"]] == ["log.parquet"]
+    with refused("conflicting_options"):
+        recpo.fit(data, data.root / "fit", minutes=MINUTES)
+
+
 def test_an_interrupted_step_says_how_the_fit_continues(prepared, tmp_path, monkeypatch):
     def stop(self):
         self.save()

@@ -67,6 +67,14 @@ def test_features_are_those_of_a_dense_decomposition(tastes, monkeypatch):
     assert np.array_equal(found.items, again.items)
 
 
+def test_tables_in_which_nothing_differs_say_nothing(tastes):
+    parts = list(chunks_of(*tastes, 60))
+    kind, size = Category("kind", num_codes=4), Number("size", mean=7.1, std=1.0)
+    features = Features(torch.ones(60, 1, dtype=torch.int64), [], torch.full((60, 1), 1 / 3), [])
+    assert not of_table(lambda: parts, (kind, size), features, seed=0).items.any()
+    assert prior_features.of_user_table((kind, size), features, seed=0) is None
+
+
 def test_a_damped_mean_is_the_same_in_torch_and_numpy(tastes):
     user, item, grade = tastes
     chunk = next(iter(chunks_of(user[:200], item[:200], grade[:200], 60)))
