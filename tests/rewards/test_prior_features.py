@@ -69,10 +69,11 @@ def test_features_are_those_of_a_dense_decomposition(tastes, monkeypatch):
 
 def test_tables_in_which_nothing_differs_say_nothing(tastes):
     parts = list(chunks_of(*tastes, 60))
-    kind, size = Category("kind", num_codes=4), Number("size", mean=7.1, std=1.0)
-    features = Features(torch.ones(60, 1, dtype=torch.int64), [], torch.full((60, 1), 1 / 3), [])
-    assert not of_table(lambda: parts, (kind, size), features, seed=0).items.any()
-    assert prior_features.of_user_table((kind, size), features, seed=0) is None
+    kind, genres = Category("kind", num_codes=4), Categories("genres", num_codes=6)
+    lists = torch.tensor([1, 3, 4]).expand(60, 3)  # shares of 1 / sqrt(3), whose products are rounded
+    features = Features(torch.ones(60, 1, dtype=torch.int64), [lists], torch.zeros(60, 0), [])
+    assert not of_table(lambda: parts, (kind, genres), features, seed=0).items.any()
+    assert prior_features.of_user_table((kind, genres), features, seed=0) is None
 
 
 def test_a_damped_mean_is_the_same_in_torch_and_numpy(tastes):
