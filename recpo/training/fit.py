@@ -47,7 +47,7 @@ from recpo.training.options import rewards_of
 from recpo.training.run import Run, built, checkpoint_path, hand_over
 from recpo.training.run_directory import RunDirectory
 from recpo.training.trainer import DEFAULT_EPOCHS, SentMetrics, TrainOptions, says_when_to_stop, trainer_error
-from recpo.training.validation import default_monitor, held_out_facts, validate_monitor
+from recpo.training.validation import HeldOutFacts, default_monitor, held_out_facts, validate_monitor
 from recpo.training.warm_start import WarmStart, growth_of, same_training
 
 DEFAULT_ADVANTAGE = TernaryAdvantage(positive_fraction=0.25)
@@ -251,7 +251,8 @@ def with_monitor(configuration: Namespace) -> TrainOptions:
         RecpoError: an option is invalid, or the monitor cannot be computed.
     """
     options = _for_behaviors(instantiate(configuration))
-    facts = held_out_facts(options.data.prepared)
+    # where nothing is validated, any monitor will do
+    facts = held_out_facts(options.data.prepared) if options.trainer.validates else HeldOutFacts(1.0, 1)
     monitor = default_monitor(options, facts) if options.monitor is None else options.monitor
     validate_monitor(monitor, options, facts)
     configuration.monitor = monitor

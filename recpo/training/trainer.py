@@ -232,6 +232,11 @@ class TrainerOptions:
         return bool(getattr(self._options.get("strategy"), "shards_tables", False))
 
     @property
+    def validates(self) -> bool:
+        """Whether anything is validated; not with ``limit_val_batches: 0``."""
+        return self._options["limit_val_batches"] != 0
+
+    @property
     def accumulate_grad_batches(self) -> int:
         """Micro-batches of an optimizer step."""
         return int(self._options.get("accumulate_grad_batches") or 1)
