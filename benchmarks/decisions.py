@@ -153,7 +153,7 @@ def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
     """The choice against the best contender on the test period, and what ships against the strongest baseline.
 
     What ships was made again on all events: by the truth, its lists at the end of the log are compared with those of
-    baselines that have the same events, and ``decided_value`` is that of its lists before it was made again.
+    baselines that have the same events, and ``value_before`` is that of its lists before it was made again.
     """
     root, names, chosen = decision.root, list(decision.to_pandas()["name"]), decision.chosen
     metric = f"true_reward@{k}" if truth else decision.facts["criterion"]["metric"]
@@ -169,7 +169,7 @@ def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
         difference = lists[chosen] - lists[baseline]
         users = int(np.isfinite(difference).sum())
         gain = float(np.nanmean(difference)), float(Z95 * np.nanstd(difference) / np.sqrt(users))
-        row["decided_value"] = value["decided"]
+        row["value_before"] = value["decided"]
     else:
         baseline = max(baselines, key=lambda name: value[name])
         gain = paired(found, chosen, baseline, metric)

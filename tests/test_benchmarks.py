@@ -447,11 +447,13 @@ def test_decisions_judges_the_choice_by_the_truth(lines_of, tmp_path, pretrained
         assert line["baseline"] in {
             "popularity",
             "item_rate",
+            "recent_rate",
             "sequential_rules",
             "implicit_als",
             "ease",
             "factorization",
         }
+        assert -1 < line["value_before"] < 1
         assert line["gain"] == pytest.approx(line["value"] - line["baseline_value"])
         assert line["left_out"] == []
         assert line["metric"] == "true_reward@10"

@@ -18,8 +18,7 @@ from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_allowed
 from recpo.rewards.factors import Factors
-from recpo.rewards.fitted_policies import FittedPolicy, open_fitted, save_fitted
-from recpo.rewards.implicit import fit_ease, fit_implicit
+from recpo.rewards.implicit import FittedPolicy, fit_ease, fit_implicit, open_fitted, save_fitted
 from recpo.rewards.selection import fit_factors
 
 

@@ -5,6 +5,7 @@ verified and served like any other: popularity, personal popularity, a factoriza
 AllRank, EASE and sequential rules.
 """
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -369,3 +370,9 @@ def distinct_positives(histories: Histories, max_history: int) -> Tensor:
     place = torch.arange(item_ids.shape[1], device=item_ids.device)
     again = (item_ids[:, :, None] == item_ids[:, None, :]) & known[:, None, :] & (place[None, :] > place[:, None])
     return known & ~again.any(2)
+
+
+def options_of(policy: BaselinePolicy) -> dict[str, Any]:
+    """The constructor options of a baseline, which keeps each under its name; without ``num_items``."""
+    names = inspect.signature(type(policy)).parameters
+    return {name: getattr(policy, name) for name in names if name != "num_items"}

@@ -31,30 +31,40 @@ diag(1 / diag P)``, ``P = (Xᵀ X + ridge I)^-1``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from scipy.linalg.lapack import dpotrf, dpotri
 from scipy.sparse import csr_array
 from torch import Tensor
 from tqdm import tqdm
 
+from recpo.artifacts.checksums import sha256
+from recpo.artifacts.documents import describe_os_error
+from recpo.artifacts.outputs import output_file
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed, validate_range, validate_ranges
 from recpo.base.types import EvaluationBatch
 from recpo.log.prepared import Prepared
 from recpo.ops.exposures import mixed_auc
 from recpo.ops.ranking import is_member, ndcg, ranked_hits
-from recpo.policies.baseline import EasePolicy, ImplicitPolicy
+from recpo.policies.baseline import EasePolicy, ImplicitPolicy, options_of
 from recpo.rewards.factors import plain
-from recpo.rewards.fitted_policies import FittedPolicy
 from recpo.rewards.graded import Chunk, chunks, chunks_of, mean_grade, no_equations, repeated, solve
 from recpo.rewards.selection import VALIDATION_USERS, close_to_best, validation_batches
 
+#: A policy that is fitted, and kept with an evaluation in one safetensors file with a checksum.
+FittedPolicy = ImplicitPolicy | EasePolicy
+_KINDS: Final = {own.__name__: own for own in (ImplicitPolicy, EasePolicy)}
+_FILE_REMEDY: Final = "remove the file, it will be made again"
 _K: Final = 10
 _NDCG: Final = f"NDCG@{_K}"
 
@@ -400,3 +410,47 @@ def item_weights(pairs: np.ndarray, ridge: float) -> np.ndarray:
     weights += weights.T
     weights /= -diagonal.astype(np.float32)
     return weights
+
+
+def save_fitted(policy: FittedPolicy, path: Path | str) -> None:
+    """Writes a file that appears complete or not at all: tensors, and options and facts as JSON.
+
+    An existing file is replaced.
+    """
+    tensors = policy.state_dict()
+    own = {"num_items": policy.num_items, **options_of(policy)}
+    described = {"kind": type(policy).__name__, "options": own, "facts": policy.facts}
+    content = json.dumps(described, sort_keys=True, allow_nan=False)
+    checksum = sha256(save(tensors) + content.encode())
+    with output_file(Path(path)) as working:  # one entry: safetensors writes several in any order
+        working.write_bytes(save(tensors, {"recpo": f"{checksum} {content}"}))
+
+
+def open_fitted(path: Path | str) -> FittedPolicy:
+    """Reads a file that ``save_fitted`` wrote.
+
+    Raises:
+        RecpoError: there is no such file, it contains something else, or it is damaged.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        checksum, text = header["recpo"].split(" ", 1)
+        described, tensors = json.loads(text), load(content)
+        if sha256(save(tensors) + text.encode()) != checksum:
+            raise RecpoError(
+                f"{path} is not as it was written (its checksum differs); {_FILE_REMEDY}",
+                code="damaged",
+                field=str(path),
+            )
+        policy = _KINDS[described["kind"]](**described["options"])
+        policy.load_state_dict(tensors, assign=True)  # a copy of a matrix of items by items may not fit
+        policy.facts = described["facts"]
+        return policy.eval()
+    except OSError as error:
+        raise RecpoError(describe_os_error(error, path), code="missing_file", field=str(path)) from error
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+        raise RecpoError(
+            f"{path} is damaged or no model of recpo ({error!r}); {_FILE_REMEDY}", code="damaged", field=str(path)
+        ) from error

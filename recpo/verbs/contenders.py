@@ -38,10 +38,9 @@ from recpo.evaluation.contenders import (
 from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
 from recpo.log.prepared import Prepared
-from recpo.policies.baseline import BaselinePolicy, FactorPolicy
+from recpo.policies.baseline import BaselinePolicy, FactorPolicy, options_of
 from recpo.policies.tilted import OnBase
 from recpo.rewards.factors import Factors
-from recpo.rewards.fitted_policies import options_of
 from recpo.serving.bundle import Bundle, bundle_item_vectors
 from recpo.serving.export import grows
 from recpo.serving.histories import EncodedHistories

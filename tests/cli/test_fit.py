@@ -37,8 +37,7 @@ from recpo.log.prepared import Prepared
 from recpo.log.shaping import EveryEvent
 from recpo.log.splits import LeaveLastOut, TemporalSplit, TrainOnly
 from recpo.rewards.factors import Factors
-from recpo.rewards.fitted_policies import open_fitted
-from recpo.rewards.implicit import AllRankOptions, ImplicitOptions
+from recpo.rewards.implicit import AllRankOptions, ImplicitOptions, open_fitted
 from recpo.training.fit import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
 from recpo.verbs import fit_road, fit_search

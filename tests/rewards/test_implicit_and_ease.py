@@ -10,9 +10,8 @@ from recpo.base.feedback import GRADES
 from recpo.base.types import Histories, Recommendations
 from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.ops.exposures import exposure_auc, held_out_targets, unseen_auc, unseen_items
-from recpo.policies.baseline import ImplicitPolicy, distinct_positives
+from recpo.policies.baseline import ImplicitPolicy, distinct_positives, options_of
 from recpo.rewards import graded, implicit as positives
-from recpo.rewards.fitted_policies import open_fitted, options_of, save_fitted
 from recpo.rewards.graded import chunks
 from recpo.rewards.implicit import (
     AllRankOptions,
@@ -23,7 +22,9 @@ from recpo.rewards.implicit import (
     fit_ease,
     fit_implicit,
     item_weights,
+    open_fitted,
     positive_chunks,
+    save_fitted,
     sweep,
 )
 from tests.refusals import refused
