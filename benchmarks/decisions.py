@@ -36,6 +36,7 @@ import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
+import yaml
 from generators import GENERATORS, START_MS
 from rich.console import Console
 from rich.table import Table
@@ -196,8 +197,8 @@ def served(decision: Decision, truth: Path, k: int, baselines: Sequence[str]) ->
     known, histories = Truth.load(truth), pd.read_parquet(final.data.root / "histories.parquet")
     day, users = float(known.day_of(final.data.manifest["boundaries"]["last_ms"])), known.user_ids
     users = users[np.isin(users, histories["user_id"].unique())]
-    table = final.data.manifest.get("feature_tables", {}).get("user")
-    people = None if table is None else ds.dataset(table["files"]).to_table().to_pandas()
+    table = yaml.safe_load((decision.root / "prepare.yaml").read_text("utf-8")).get("users")
+    people = None if table is None else ds.dataset(table).to_table().to_pandas()
     bundles = {decision.chosen: decision.bundle}
     wanted = [("decided", road, decision.chosen), *((name, final, name) for name in {*baselines} - {decision.chosen})]
     for name, of, contender in wanted:
