@@ -163,17 +163,16 @@ def judged(decision: Decision, truth: Path | None, k: int) -> dict[str, Any]:
     regret, decided = paired(found, best, chosen, metric), value
     row = {"metric": metric, "best": best, "best_value": value[best], "decided_value": value[chosen]}
     baselines = [name for name in value if kinds[name] == "baseline"]
-    if truth and (root / "final").is_dir():
-        lists = served(decision, truth, k, baselines)
+    lists = served(decision, truth, k, baselines) if truth and (root / "final").is_dir() else {}
+    if lists:
         value = {name: float(np.nanmean(one)) for name, one in lists.items()}
-        baseline = max(baselines, key=lambda name: value[name])
-        difference = lists[chosen] - lists[baseline]
-        users = int(np.isfinite(difference).sum())
-        gain = float(np.nanmean(difference)), float(Z95 * np.nanstd(difference) / np.sqrt(users))
         row["value_before"] = value["decided"]
-    else:
-        baseline = max(baselines, key=lambda name: value[name])
-        gain = paired(found, chosen, baseline, metric)
+    baseline = max(baselines, key=lambda name: value[name])
+    gain = paired(found, chosen, baseline, metric)
+    if lists:
+        difference = lists[chosen] - lists[baseline]
+        error = np.nanstd(difference) / np.sqrt(np.isfinite(difference).sum())
+        gain = float(np.nanmean(difference)), float(Z95 * error)
     return row | {
         "value": value[chosen],
         "regret": regret[0],

@@ -1,6 +1,6 @@
 """The verb ``factorize``: fits a matrix factorization of graded feedback, as a reward and as a baseline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,12 @@ class Factorize(FactorOptions, WritingVerb[Factors]):
                 code="empty" if not self.popularity else "conflicting_options",
                 field="popularity",
             )
+        if self.half_lives and self.period != "train":
+            raise RecpoError(
+                f"half_lives weigh training events, and period is {self.period}: leave one of them out",
+                code="conflicting_options",
+                field="half_lives",
+            )
 
     def execute(self) -> Factors:
         """Fits and selects on the data, then writes the directory."""
@@ -92,29 +98,31 @@ class Factorize(FactorOptions, WritingVerb[Factors]):
         changes = data.ends_at_once and self.period == "train" and self.method == "variational"
         half_lives = self.half_lives if self.half_lives is not None else _HALF_LIVES if changes else ()
         models = with_recent_biases(factors, data, half_lives)
-        chosen, tried = (
-            half_lives[0] if len(half_lives) == 1 else None,
-            [dict[str, Any](half_life=one) for one in models],
-        )
-        if len(half_lives) > 1:
-            values = mixed_auc(list(models.values()), data)
-            if values.shape[1] and not close_to_best(values)[0]:
-                chosen = list(models)[int(values.mean(1).argmax())]
-            tried = [one | {"AUC_mixed": float(value)} for one, value in zip(tried, values.mean(1), strict=True)]
+        if len(half_lives) == 1:
+            del models[None]
+        values, tried = _compared("half_life", models, data)
+        place = 0 if close_to_best(values)[0] else int(values.mean(1).argmax())
+        chosen = list(models)[place]
         return replace(models[chosen], facts={**factors.facts, "half_life": chosen, "half_lives_tried": tried})
 
     def _with_popularity(self, factors: Factors, data: Prepared) -> Factors:
         """The model with the best weight of popularity; ``facts`` have what was tried."""
-        weights = sorted(set(self.popularity))
         counts = torch.from_numpy(data.item_counts())
-        models = [factors.with_popularity(counts, weight) for weight in weights]
-        chosen, tried = 0, [dict[str, Any](weight=weight) for weight in weights]
-        if len(models) > 1:
-            values = mixed_auc(models, data)
-            chosen = int(close_to_best(values).nonzero()[0])
-            tried = [one | {"AUC_mixed": float(value)} for one, value in zip(tried, values.mean(1), strict=True)]
-        facts = {"popularity": weights[chosen], "popularity_tried": tried}
-        return replace(models[chosen], facts={**factors.facts, **facts})
+        models = {weight: factors.with_popularity(counts, weight) for weight in sorted(set(self.popularity))}
+        values, tried = _compared("weight", models, data)
+        chosen = list(models)[int(close_to_best(values).nonzero()[0])]
+        return replace(models[chosen], facts={**factors.facts, "popularity": chosen, "popularity_tried": tried})
+
+
+def _compared(name: str, models: Mapping[Any, Factors], data: Prepared) -> tuple[Tensor, list[dict[str, Any]]]:
+    """``AUC_mixed`` ``[models, U]`` by validation user, and what was tried, for the facts; a single model has none."""
+    tried = [{name: one} for one in models]
+    if len(models) == 1:
+        return torch.zeros(1, 0), tried
+    values = mixed_auc(list(models.values()), data)
+    if values.shape[1]:  # else no user has both a positive and another exposure
+        tried = [one | {"AUC_mixed": float(value)} for one, value in zip(tried, values.mean(1), strict=True)]
+    return values, tried
 
 
 factorize = function_of(Factorize)

@@ -109,6 +109,21 @@ def test_other_models_try_none(changing, options):
     assert found.facts["half_lives_tried"] == [{"half_life": None}]
 
 
-def test_a_half_life_of_nothing_is_refused(changing):
+def test_where_no_user_compares_all_events_count_alike(tmp_path):
+    log = log_of(True)
+    day = log["timestamp"] // DAY
+    late = log[day > day.max() - 2].drop_duplicates("user_id")  # one held-out event of each user
+    columns = recpo.Columns(label="like")
+    log = pd.concat([log[day <= day.max() - 2], late])
+    data = recpo.prepare(log, tmp_path / "prepared", columns=columns, label=BinaryColumn())
+    recpo.factorize(data, tmp_path / "factors", popularity=(0.0, 0.1), **FEW)
+    facts = recpo.load(tmp_path / "factors").facts
+    assert (facts["half_life"], facts["popularity"]) == (None, 0.0)
+    assert not any("AUC_mixed" in one for one in facts["half_lives_tried"] + facts["popularity_tried"])
+
+
+def test_half_lives_without_a_meaning_are_refused(changing):
     with refused("out_of_range", "half_lives"):
         recpo.factorize(changing, half_lives=(0.0,))
+    with refused("conflicting_options", "half_lives"):
+        recpo.factorize(changing, half_lives=(1.0,), period="valid")
