@@ -60,7 +60,7 @@ class Decision(Artifact):
     """
 
     kind: ClassVar = "decision"
-    version: ClassVar = 3
+    version: ClassVar = 4
     made_by: ClassVar = "recpo fit"
 
     root: Path
@@ -342,6 +342,7 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
             "propensity": road.propensity,
             "strongest_baseline": choice.strongest_baseline,
             "policy": choice.policy,
+            "measure": choice.measure,
             "gain": as_json(choice.gain),
             "p_value": choice.p_value,
             "leaderboard": rows,
