@@ -1,9 +1,9 @@
 """Which contender should ship: a criterion of value on held-out users, and the rule that decides by it.
 
 A trained policy ships only if it beats the strongest baseline beyond doubt: by a paired difference on the same users,
-corrected for the number of policies and of tests. Otherwise the baseline ships. The criterion has the power to tell two
-contenders apart; estimated reward says which baseline is the strongest, and which of several policies ships, and it is
-the second test, where the criterion cannot tell.
+corrected for the number of policies that were compared. Otherwise the baseline ships. The criterion has the power to
+tell two contenders apart; estimated reward says which baseline is the strongest, and which of several policies ships,
+and it is the second test, where the criterion cannot tell.
 """
 
 import math
@@ -81,7 +81,7 @@ class Choice(NamedTuple):
         measure: by which it passed its test, the criterion or ``REWARD``; the criterion if it did not.
         gain: paired difference of that policy to the strongest baseline; of an AUC, weighted by precision. None = there
             is no policy.
-        p_value: one-sided, corrected for the number of policies and of tests; None = there is no policy.
+        p_value: one-sided, corrected for the number of policies; None = there is no policy.
         reason: the sentence for people.
         standings: all contenders, best first.
     """
@@ -119,8 +119,7 @@ class Choice(NamedTuple):
         return [
             f"The validation period cannot tell {self.policy} from {self.strongest_baseline}: for its {gain.n:,} users "
             f"they differ by {differs} ± {gain.half_width:.4f} (p = {self.p_value:.2f}, corrected for the number of "
-            f"policies and tests).{enough} Choose a longer validation period (split of recpo prepare), or test both "
-            "online."
+            f"policies).{enough} Choose a longer validation period (split of recpo prepare), or test both online."
         ]
 
 
@@ -144,7 +143,7 @@ class _Test(NamedTuple):
         measure: the criterion or ``REWARD``.
         over: of whom the differences are means, in words.
         gains: mean paired difference of each policy.
-        p_values: one-sided, corrected for the number of policies and of tests.
+        p_values: one-sided, corrected for the number of policies.
     """
 
     measure: str
@@ -157,7 +156,7 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     """The contender that ships: a policy that beats the strongest baseline beyond doubt, or else that baseline.
 
     "Beyond doubt": the one-sided p-value of the paired difference, corrected for the number of policies
-    (``adjusted_p_values``) and of tests (Bonferroni), is at most 5 %. The tests are:
+    (``adjusted_p_values``), is at most 5 %. There are two tests, so at most one of ten decisions is an accident:
 
     1. The criterion. Users weigh by the precision of their AUC (``auc_precision``): a user with one pair of items says
        much less than one with fifty.
@@ -203,10 +202,9 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     policy, gain, p_value = policies[place], test.gains[place], test.p_values[place]
     by = "" if best is baselines[0] else " by estimated reward"
     baseline = f"the strongest baseline{by}, {best.name},"
-    corrected = [f"the choice among {len(policies)} policies"] if len(policies) > 1 else []
-    corrected += [f"{len(tests)} tests"] if len(tests) > 1 else []
     known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {test.measure} over {gain.n:,} {test.over} (p = {p_value:.2g}"
-    known = f"{known}{', corrected for ' if corrected else ''}{' and '.join(corrected)})".replace("-", "\u2212")
+    known = known.replace("-", "\u2212")
+    known += ")" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies)"
     if sure:
         told = by_reward and len(sure) > 1 and math.isfinite(policy.reward)
         why = f", of {len(sure)} policies the one with the highest estimated reward," if told else ""
@@ -231,7 +229,7 @@ def _tests(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str, k
     found = list[_Test]()
     for measure, columns in by_user:
         joined, of_users = torch.stack([*columns], 1), weights.get(measure)
-        p_values = [min(1.0, len(by_user) * one) for one in adjusted_p_values(joined, of_users)]
+        p_values = adjusted_p_values(joined, of_users)
         gains = [estimate(column, of_users) for column in columns]
         if found:  # what is surely below by the criterion does not pass
             lost = [one.mean < -_BEYOND_DOUBT * one.half_width for one in found[0].gains]

@@ -170,7 +170,7 @@ def test_where_the_criterion_cannot_tell_the_estimated_reward_is_tested():
     assert choose([rate, knows, sure], "AUC_mixed").name == "sure"
 
 
-def test_two_tests_together_are_wrong_in_at_most_one_of_twenty_decisions():
+def test_two_tests_together_are_wrong_in_at_most_one_of_ten_decisions():
     shipped = 0
     for seed in range(200):
         rate = rewarded("rate", noisy(0.7, seed), 0.6, baseline=True)
@@ -181,7 +181,7 @@ def test_two_tests_together_are_wrong_in_at_most_one_of_twenty_decisions():
         totals = {"discounted_10": TargetTotals(np.arange(USERS), np.ones(USERS, np.int64), {SNIPS(): sums}, None)}
         value = replace(rate.value, totals=totals)
         shipped += choose([rate, same._replace(value=value)], "AUC_mixed").name == "same"
-    assert shipped <= 20  # of 200, beyond 5 % by three standard deviations at most
+    assert 10 <= shipped <= 30  # of 200; 10 % are 20, with a standard deviation of 4
 
 
 def test_a_policy_that_is_surely_better_ships_before_a_better_one_that_is_not_sure():
