@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpo.base.contracts import Policy, Requirement
+from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.requirements import Requirement
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.batches.datamodule import Contents
 from recpo.objectives.likelihood import Likelihood

@@ -13,8 +13,9 @@ planned is a learned reward together with logged propensities, which are validat
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Policy, Requirement, RewardFunction, TokenAdvantageEstimator
+from recpo.base.contracts import Policy, RewardFunction, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
+from recpo.base.requirements import Requirement
 from recpo.base.types import BatchPlan, FeedbackBatch, ScoringPlan, Slates
 from recpo.policies.blocks import event_places
 from recpo.policies.feature_policy import FeaturePolicy
@@ -44,7 +45,7 @@ class StepPlanner:
         requires, advantage = all_requirements(options.objective, options.advantage), options.advantage
         self._of_rollout, self._hard_negatives = options.rollout is not None, min(hard_negatives, policy.num_items)
         is_rewarded = Requirement.REWARDS in requires
-        learned = is_rewarded and (options.reward is None or not options.reward.is_of_log)
+        learned = is_rewarded and (options.reward is None or not options.reward.needs_only_slates)
         self._device_decides = bool(hard_negatives) or learned
         of_log = not (self._of_rollout or self._device_decides)
         self._reward = options.reward if of_log and is_rewarded else None
