@@ -13,8 +13,8 @@ from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import Histories
 from recpo.ops import kernels
+from recpo.ops.small_systems import solve_positive_definite
 from recpo.policies.blocks import Block, BlockFactory, ByteDropout, Linear, Packing, SASRecBlock, time_gap_buckets
-from recpo.policies.grade_factors import solve_positive_definite
 
 
 class Profile(nn.Module):

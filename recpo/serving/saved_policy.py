@@ -322,7 +322,7 @@ def _of_factors(
         )
         raise RecpoError(message, code="old_format", field=f"{name}item_prior")
     own.load_state_dict({part: weights[f"{name}{part}"] for part in priors}, strict=False)
-    return {f"{name}{part}": rows for part, rows in own.of_new_items(features.tensors()).items()}
+    return {f"{name}{part}": rows for part, rows in own.new_item_rows(features.tensors()).items()}
 
 
 def _encoded(encoder: FeatureEncoder, features: FeatureArrays) -> Tensor:

@@ -15,12 +15,13 @@ from torch import Tensor
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
+from recpo.ops.small_systems import solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.baseline import ImplicitPolicy, SequentialRulesPolicy
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import solve_by_cholesky
-from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, solve_positive_definite
+from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import ProductPolicy, RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
