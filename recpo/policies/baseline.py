@@ -156,7 +156,7 @@ class FactorPolicy(BaselinePolicy):
         """See ``BaselinePolicy.scores``; up to what all items of a history share."""
         states = self.factors.tilt(self.factors.fold_in(histories), 1.0)
         table = self.factors.item_vectors()[1:]
-        return catalog_search.scores_of(states, table, self.factors.rooted, catalog_search.product)
+        return catalog_search.scores_of(states, table, self.factors.variance_columns, catalog_search.product)
 
 
 class ImplicitPolicy(BaselinePolicy, DotProductPolicy):

@@ -83,10 +83,10 @@ class GradeFactors(nn.Module):
             features say, and in the last row what is true of all.
         prior_variance: ``[r]``, ``factor_variance`` of such an item.
         prior_covariance: ``[r + 1, r + 1]``, the inverse of its normal matrix.
-        item_variances: ``[V + 1, rooted]``, ``t``.
+        item_variances: ``[V + 1, variance_columns]``, ``t``.
         max_history: number of most recent events that ``fold_in`` reads.
         reads: features of users, or nothing.
-        rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
+        variance_columns: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
     """
 
     item_factors: Tensor
@@ -104,7 +104,7 @@ class GradeFactors(nn.Module):
         super().__init__()
         self.options, rank = options, options.rank
         self.max_history, self.reads = options.max_history, Reads(user=options.user_features)
-        self.rooted = (rank + 1) * (rank + 2) if options.lower_bound else 0
+        self.variance_columns = (rank + 1) * (rank + 2) if options.lower_bound else 0
         self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
         self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
@@ -115,7 +115,8 @@ class GradeFactors(nn.Module):
         self.register_buffer("prior_variance", torch.zeros(rank))
         self.register_buffer("prior_covariance", torch.eye(rank + 1) / options.ridge)
         # nothing to store without a bound
-        self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
+        variances = torch.zeros(num_items + 1, self.variance_columns)
+        self.register_buffer("item_variances", variances, persistent=bool(options.lower_bound))
         # the value for an unknown level is arbitrary: such an event has weight 0
         self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
 
@@ -163,7 +164,7 @@ class GradeFactors(nn.Module):
             own: Tensor | None = getattr(self, name)
             if own is not None and name in tensors:  # without item features, only the last row of item_prior is used
                 own.copy_(tensors[name][-len(own) :])
-        if not self.rooted:
+        if not self.options.lower_bound:
             return
         if "item_covariance" not in tensors:
             raise RecpoError(
@@ -187,13 +188,13 @@ class GradeFactors(nn.Module):
         factors, bias, history = means.split([rank, 1, rank + 1], 1)
         rows = {"item_factors": factors, "item_bias": bias[:, 0], "history_prior": history}
         rows["factor_variance"] = self.prior_variance.expand(count, -1)
-        if self.rooted:
+        if self.options.lower_bound:
             covariance = self.prior_covariance.expand(count, -1, -1)
             rows["item_variances"] = self.options.noise * item_variance_vectors(factors, covariance)
         return rows
 
     def fold_in(self, histories: Histories) -> Tensor:
-        """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
+        """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + variance_columns]`` float32.
 
         ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p - c|^2 + bias_ridge
         (b - d)^2`` over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The
@@ -214,7 +215,7 @@ class GradeFactors(nn.Module):
             means = means + user_means(self._schema.user, histories, self.user_prior)
         pull = prior * means
         matrix, right = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
-        if not self.rooted:
+        if not self.options.lower_bound:
             return solve_positive_definite(matrix, right).float()
         identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(matrix)
         solved = solve_positive_definite(matrix, torch.cat([right[..., None], identity], 2))
@@ -229,18 +230,23 @@ class GradeFactors(nn.Module):
         """
         rank = self.item_factors.shape[1]
         own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / temperature
-        return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.rooted else own
+        return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.options.lower_bound else own
 
     def item_vectors(self, item_ids: Tensor | None = None) -> Tensor:
-        """``[q, b, t]`` of the items ``[...]``, ``[..., r + 1 + rooted]``; None = all items, including row 0."""
-        columns = [self.item_factors, self.item_bias[:, None], *([self.item_variances] if self.rooted else [])]
+        """``[q, b, t]`` of the items ``[...]``; None = all items, including row 0.
+
+        The last dimension is ``r + 1 + variance_columns``.
+        """
+        columns = [self.item_factors, self.item_bias[:, None]]
+        if self.options.lower_bound:
+            columns.append(self.item_variances)
         return torch.cat([column if item_ids is None else column[item_ids] for column in columns], -1)
 
     def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
         """Grades of the items ``[B, C]`` minus the bound, up to a constant per user; ``users`` is from ``fold_in``."""
         rank = self.item_factors.shape[1]
         products = (self.item_factors[item_ids] @ users[:, :rank, None]).squeeze(-1) + self.item_bias[item_ids]
-        if not self.rooted:
+        if not self.options.lower_bound:
             return products
         variance = (self.item_variances[item_ids] @ users[:, rank + 1 :, None]).squeeze(-1)
         return products - variance.clamp_min(0.0).sqrt()

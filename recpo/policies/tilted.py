@@ -140,7 +140,7 @@ class TiltedPolicy(OnBase, StatePolicy):
     ) -> None:
         super().__init__(num_items, base, GradeFactors(num_items, factors), temperature)
         _validate_base(self.base)
-        self.dim = self.base.dim + factors.rank + 1 + self.factors.rooted
+        self.dim = self.base.dim + factors.rank + 1 + self.factors.variance_columns
 
     def encode(self, histories: Histories) -> Tensor:
         """See ``StatePolicy.encode``. Prefixes that are longer than the base's attention are encoded one by one."""
@@ -161,7 +161,7 @@ class TiltedPolicy(OnBase, StatePolicy):
         """See ``StatePolicy.log_prob``."""
         plan, scored = self._scored(batch, needed, states)
         targets = planned_items(plan, batch.slates)
-        if self.factors.rooted:
+        if self.factors.options.lower_bound:
             logp = self._bounded_log_prob(scored, targets, plan.state_index)
         else:
             logp = linear_logprob(scored, self.output_vectors(), targets, plan.state_index)
@@ -170,7 +170,7 @@ class TiltedPolicy(OnBase, StatePolicy):
     def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
         """See ``StatePolicy.entropy``."""
         plan, scored = self._scored(batch, needed, states)
-        if self.factors.rooted:
+        if self.factors.options.lower_bound:
             logps = (scores.log_softmax(1) for scores in self._scores(scored))
             entropy = torch.cat([-(logp.exp() * logp).sum(1) for logp in logps])
         else:
@@ -184,15 +184,15 @@ class TiltedPolicy(OnBase, StatePolicy):
             last = self.last_states(histories)
         else:
             last = states[torch.arange(len(states), device=states.device), histories.lengths]
-        if self.factors.rooted:
+        if self.factors.options.lower_bound:
             return torch.cat([scores.log_softmax(1) for scores in self._scores(last)])[..., None]
         return linear_log_softmax(last, self.output_vectors())[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
         catalog_search.validate_list_length(k, self.num_items)
-        states, rooted = self.last_states(histories), self.factors.rooted
-        return catalog_search.top_k(states, self.output_vectors(), k, exclude, rooted)
+        states, table = self.last_states(histories), self.output_vectors()
+        return catalog_search.top_k(states, table, k, exclude, self.factors.variance_columns)
 
     @torch.no_grad()
     def sample(
@@ -200,7 +200,7 @@ class TiltedPolicy(OnBase, StatePolicy):
     ) -> tuple[Tensor, Tensor]:
         """See ``Policy.sample``."""
         states = self.last_states(histories)
-        if not self.factors.rooted:
+        if not self.factors.options.lower_bound:
             ids, logp = sampling.draw(states, self.output_vectors(), group_size, options)
             return ids, logp[..., None]
         sampling.validate_sampling(group_size, options)
@@ -229,14 +229,16 @@ class TiltedPolicy(OnBase, StatePolicy):
         table = self.output_vectors()[1:]
         for part in states.split(self._at_once):
             with without_autocast(states.device):
-                scores = catalog_search.scores_of(part.float(), table, self.factors.rooted, catalog_search.product)
+                scores = catalog_search.scores_of(
+                    part.float(), table, self.factors.variance_columns, catalog_search.product
+                )
             yield scores
 
     def _bounded_log_prob(self, states: Tensor, targets: Tensor, state_index: Tensor | None) -> Tensor:
         """``linear_logprob`` for scores that are not a dot product."""
         lse = torch.cat([scores.logsumexp(1) for scores in self._scores(states)])
         of_target, lse = (states, lse) if state_index is None else (states[state_index], lse[state_index])
-        vectors, own = self.output_vectors()[targets], self.dim - self.factors.rooted
+        vectors, own = self.output_vectors()[targets], self.dim - self.factors.variance_columns
         variance = (of_target[:, own:] * vectors[:, own:]).detach().sum(1)
         return (of_target[:, :own] * vectors[:, :own]).sum(1) - variance.clamp_min(0.0).sqrt() - lse
 

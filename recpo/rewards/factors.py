@@ -281,14 +281,15 @@ class Factors(Artifact):
         users, covariance = self.fold_in_with_covariance(histories)
         states = small_systems.with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
         table = torch.cat([small_systems.with_one(self.item_factors), self.item_bias[:, None]], 1)
-        rooted = 0
+        variance_columns = 0
         if self.lower_bound:
             assert self.item_covariance is not None
             of_items = small_systems.item_variance_vectors(self.item_factors, self.item_covariance)
             of_users = small_systems.user_variance_vectors(users, covariance) * (self.noise * self.lower_bound**2)
-            states, table, rooted = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1), of_items.shape[1]
+            states, table = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1)
+            variance_columns = of_items.shape[1]
         exclude = None if exclude is None else exclude - 1
-        rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, rooted=rooted)
+        rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, variance_columns=variance_columns)
         return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
 
     def with_popularity(self, counts: Tensor, weight: float) -> Self:
