@@ -210,7 +210,7 @@ def test_temperatures_that_share_what_is_known_of_histories_give_what_they_give_
         logp = policy.log_prob(whole_catalog(known))
         return (*policy.recommend(known, 5), logp, policy.kl_from_base(known))
 
-    with policy.keeping_histories():
+    with policy.caching_histories():
         shared = {temperature: answers(temperature) for temperature in (TEMPERATURE, 10.0)}
         assert calls == [4]
         policy.recommend(others, 5)
@@ -417,7 +417,7 @@ def test_temperatures_share_what_a_beam_search_finds(reranked: RerankedPolicy, m
         monkeypatch.setattr(reranked, "temperature", temperature)
         return (*reranked.recommend(known, 5, exclude.clone()), reranked.kl_from_base(known))
 
-    with reranked.keeping_histories():
+    with reranked.caching_histories():
         shared = {temperature: answers(temperature) for temperature in (TEMPERATURE, 10.0)}
         assert len(searches) == 2, "with what is excluded, and with everything"
         reranked.recommend(others, 5)
