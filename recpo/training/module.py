@@ -190,7 +190,7 @@ class PreferenceModule(LightningModule):
     def _whitening_sums(self, batch: FeedbackBatch, batch_idx: int) -> Tensor:
         """The sums over the advantages of the complete step: all micro-batches, with their own seeds, and all ranks."""
         sums = []
-        for number, part in enumerate([batch, *batch.following]):
+        for number, part in enumerate([batch, *batch.later_micro_batches]):
             self._seed_batch(batch_idx + number)
             sums.append(self._inputs.whitening_sums(part))
         return self._sum_over_ranks(torch.stack(sums).sum(0))
