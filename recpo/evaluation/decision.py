@@ -107,12 +107,19 @@ class Choice(NamedTuple):
     def advice(self) -> list[str]:
         """What to do if the period cannot tell the best policy from the strongest baseline; empty if it can.
 
+        A policy that is surely better and does not ship has a lower estimated reward, where NDCG decides (``choose``).
+
         A difference d of which n users know the half-width w would be as large as its half-width with about
         ``n (w / d)^2`` users.
         """
         gain = self.gain
         if gain is None or self.name != self.strongest_baseline or not gain.mean + gain.half_width > 0:
             return []
+        if self.p_value is not None and self.p_value <= LEVEL:
+            return [
+                f"{self.policy} has lists that are surely more like what users chose than those of "
+                f"{self.strongest_baseline}, whose estimated reward is higher: test both online."
+            ]
         needed = math.ceil(gain.n * (gain.half_width / gain.mean) ** 2) if gain.mean else 0
         enough = f" It takes about {needed:,} such users to see a difference of this size." if needed > gain.n else ""
         differs = f"{gain.mean:+.4f}".replace("-", "\u2212")

@@ -4,6 +4,7 @@
 follow from the recognized columns and the counts. ``recpo.verbs.init`` writes them as configurations.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,7 +41,10 @@ _AT_THE_END: Final = 0.01  # of the duration, before its end or after
 _YEAR: Final = 365.0  # days
 _CENTURY: Final = 100 * _YEAR  # a log that spans it has numbers that are no times, which `prepare` refuses
 _HELD_OUT_DAYS: Final = 0.2  # of the events, at most, where periods of more than a day are held out
+_MOSTLY_NEW: Final = 0.5  # of held-out ratings: from this share of new users on, days say little of users who are known
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
+#: Held-out events of a user that can be compared, where nine tenths of the users have fewer events than so many.
+_COMPARED, _SHORT, _LARGEST_VALID = 2, 8, 0.4
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
 #: Words for ratings.
@@ -65,6 +69,7 @@ class LogCounts:
         is_whole: whether all rows were inspected.
         by_day: number of events of each UTC day, the last day first; empty if the log has no clock, or more rows than
             were inspected.
+        by_first_day: the same by the day of the user's first event.
     """
 
     events: int
@@ -75,6 +80,12 @@ class LogCounts:
     days: float | None
     is_whole: bool = True
     by_day: tuple[int, ...] = ()
+    by_first_day: tuple[int, ...] = ()
+
+    def new_share(self, days: int) -> float:
+        """Share of the events of the last days that are of users without earlier ones; 0 = unknown."""
+        events = sum(self.by_day[:days])
+        return sum(self.by_first_day[:days]) / events if events else 0.0
 
 
 @dataclass(frozen=True)
@@ -189,6 +200,10 @@ class Inspection(Recognition):
         each, by_day = max(1, min(14, round(days / 15))), np.cumsum(self.counts.by_day)
         while each > 1 and len(by_day) > 2 * each and by_day[2 * each - 1] > _HELD_OUT_DAYS * by_day[-1]:
             each -= 1  # a log that grows has most of its events at its end
+        new = self.counts.new_share(2 * each)
+        if new > _MOSTLY_NEW and self._is_rated:
+            why = f"{new:.0%} of the ratings of the last {2 * each} days are of users without earlier ones"
+            return self._last_out(why)
         options, begin = {"valid_days": each, "test_days": each}, f"the log has {days:,.0f} days"
         timezone = None if time is None else _timezone(self.sample.table[time])
         if timezone is None:
@@ -198,11 +213,21 @@ class Inspection(Recognition):
             "TemporalSplit", {**options, "timezone": timezone}, f"{begin}; the time zone is that of most times"
         )
 
+    @property
+    def _is_rated(self) -> bool:
+        """Whether users say how good an event was with a number."""
+        rated = isinstance(self.source(LogColumns.LABEL), str) and self.label.class_name == "NumericColumn"
+        return rated and self.column(LogColumns.WATCH_TIME) is None
+
     def _last_out(self, why: str) -> Choice:
         """Each user's last event; of graded events a share, to compare what a user liked with what the user did not."""
         if self.label.class_name == "EveryEvent":
             return Choice("LeaveLastOut", {}, f"{why}: each user's last event is the test")
-        shares = {"valid_share": _HELD_OUT, "test_share": _HELD_OUT}
+        valid, counts = _HELD_OUT, self.counts
+        if counts.events_per_user < _SHORT:
+            each = counts.events / max(1, counts.users) if counts.is_whole else counts.events_per_user
+            valid = min(math.ceil(1000 * _COMPARED / each) / 1000, _LARGEST_VALID)
+        shares = {"valid_share": max(_HELD_OUT, valid), "test_share": _HELD_OUT}
         return Choice("LeaveLastOut", shares, f"{why}: the last {_HELD_OUT:.0%} of each user's events are the test")
 
     @property
@@ -283,7 +308,7 @@ def _counts(reading: LogReading) -> LogCounts:
         requests = table.group_by([user, request]).aggregate([]).num_rows
     time, days = found.column(LogColumns.TIMESTAMP), reading.days
     is_text = time is not None and reading.facts[time].kind == "text"
-    moments = None if days is None else _Moments.of(days, added=float(is_text))
+    moments = None if days is None else _Moments.of(days, _numbered(table[user]), added=float(is_text))
     return LogCounts(
         events=sample.rows,
         users=len(per_user),
@@ -293,7 +318,15 @@ def _counts(reading: LogReading) -> LogCounts:
         days=None if moments is None else moments.days,
         is_whole=sample.is_whole,
         by_day=() if moments is None or not sample.is_whole else moments.by_day,
+        by_first_day=() if moments is None or not sample.is_whole else moments.by_first_day,
     )
+
+
+def _numbered(column: pa.ChunkedArray) -> np.ndarray:
+    """Values as numbers from 0 on."""
+    plain = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+    numbers: np.ndarray = pc.index_in(plain, value_set=pc.unique(plain)).to_numpy()
+    return numbers
 
 
 class _Moments(NamedTuple):
@@ -302,20 +335,27 @@ class _Moments(NamedTuple):
     Attributes:
         days: from the first to the last event.
         by_day: number of events of each UTC day, the last day first; empty if one of them is no time.
+        by_first_day: the same by the day of the user's first event.
     """
 
     days: float
-    by_day: tuple[int, ...]
+    by_day: tuple[int, ...] = ()
+    by_first_day: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, moments: np.ndarray, added: float) -> Self | None:
-        """Of times in days since 1970; None = there are none."""
-        known = moments[np.isfinite(moments)]
+    def of(cls, moments: np.ndarray, users: np.ndarray, added: float) -> Self | None:
+        """Of times in days since 1970, and the users of the events as numbers from 0 on; None = there are none."""
+        is_known = np.isfinite(moments)
+        known, users = moments[is_known], users[is_known]
         if not len(known):
             return None
-        span, day = float(known.max() - known.min()), np.floor(known).astype(np.int64)
-        by_day = np.bincount(day.max() - day) if span < _CENTURY else np.zeros(0, np.int64)
-        return cls(span + added, tuple(by_day.tolist()))
+        span, ago = float(known.max() - known.min()), np.floor(known.max()) - np.floor(known)
+        if span >= _CENTURY:
+            return cls(span + added)
+        first = np.zeros(users.max() + 1)
+        np.maximum.at(first, users, ago)
+        by_days = (tuple(np.bincount(days.astype(np.int64)).tolist()) for days in (ago, first[users]))
+        return cls(span + added, *by_days)
 
 
 def _label_of_values(flag: FlagColumn) -> Choice:

@@ -230,7 +230,7 @@ class _Recognizer:
             self._find_id(role)
 
     def _find_id(self, role: str) -> None:
-        """An item or user that no name says: the only column with a table of its own, or the only id that is left."""
+        """An item or user that no name says: the only column with a table of its own, or the only one that is left."""
         if role in self.columns:
             return
         free = [name for name, one in self.facts.items() if self._is_free(name) and one.kind in ("whole", "text")]
@@ -248,6 +248,15 @@ class _Recognizer:
             self._set(role, ids[0], "by the end of its name, as no other column is an id")
         elif len(alone) == 1:
             self._set(role, alone[0], "by its name, as no other column is an item")
+        elif self._is_what_was_rated(free):
+            self._set(role, free[0], "as the only column that is left of a log of ratings")
+
+    def _is_what_was_rated(self, names: Sequence[str]) -> bool:
+        """Whether it is one column whose values recur, and the only one without a role, where users rate something."""
+        left = [name for name in self.facts if self._is_free(name)]
+        rated = {LogColumns.USER_ID, LogColumns.LABEL} <= self.columns.keys()
+        recurs = [self.facts[name].distinct < self.facts[name].rows for name in left]
+        return rated and left == list(names) and recurs == [True]
 
     def _read_texts(self) -> None:
         """Reads flags and a label from columns of texts, where the user has not said which texts mean true."""

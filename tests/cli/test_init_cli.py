@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
@@ -215,6 +216,39 @@ def test_a_value_is_one_line_of_yaml(value):
 def test_without_days_a_share_of_graded_events_is_held_out_and_else_the_last_event(log, shares, tmp_path):
     split = recpo.init(log(tmp_path), tmp_path / "out").split
     assert (split.class_name, split.init_args) == ("LeaveLastOut", shares)
+
+
+@pytest.mark.parametrize(("each", "share"), [(20, 0.1), (8, 0.1), (6, 0.334), (5, 0.4), (3, 0.4)])
+def test_where_users_have_few_graded_events_two_of_them_can_be_compared(each, share, tmp_path):
+    user, item = (axis.ravel() for axis in np.indices((30, each)))
+    log = pd.DataFrame({"user_id": user, "item_id": (user + item) % 25, "rating": 1 + (user * item) % 5})
+    log.to_csv(tmp_path / "ratings.csv", index=False)
+    split = recpo.init(tmp_path / "ratings.csv", tmp_path / "out").split
+    assert (split.class_name, split.init_args) == ("LeaveLastOut", {"valid_share": share, "test_share": 0.1})
+    assert math.floor(each * share) >= 2 or each in (20, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("label", "returning", "split"),
+    [
+        ("rating", False, "LeaveLastOut"),
+        ("rating", True, "TemporalSplit"),
+        ("clicked", False, "TemporalSplit"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_ratings_of_the_last_days_are_no_test_where_they_are_of_new_users(label, returning, split, suffix, tmp_path):
+    random = np.random.default_rng(0)
+    log = pd.DataFrame({"user": np.arange(3000) // 10, "item": random.integers(0, 50, 3000)})
+    day = random.permutation(3000) / 50 if returning else log["user"] // 5 + random.random(3000) / 2
+    log["timestamp"] = (1_700_006_400 + day * 86_400).astype(np.int64)
+    log[label] = random.integers(1, 6, 3000) if label == "rating" else random.integers(0, 2, 3000)
+    log["user"] = log["user"].map("u{}".format).astype("category")
+    getattr(log, f"to_{suffix}")(tmp_path / f"log.{suffix}", index=False)
+    found = recpo.init(tmp_path / f"log.{suffix}", tmp_path / "out")
+    assert found.split.class_name == split
+    assert found.counts.new_share(8) == (0.0 if returning else 1.0)
+    assert sum(found.counts.by_first_day) == 3000
 
 
 def test_tables_of_items_and_users_are_told_from_the_log(tmp_path):

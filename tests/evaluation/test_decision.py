@@ -146,7 +146,10 @@ def test_by_ndcg_what_is_only_like_the_log_does_not_ship_where_rewards_are_known
     found = choose([rules, rate, imitates], "NDCG@10")
     assert (found.standings[0].name, found.strongest_baseline, found.name) == ("imitates", "rate", "rate")
     assert choose([rules, rate, imitates, liked], "NDCG@10").name == "liked"
-    assert choose([rules, rate, imitates], "NDCG@10").reason.endswith("so the baseline ships")
+    assert found.reason.endswith("so the baseline ships")
+    (said,) = found.advice
+    assert said.startswith("imitates has lists that are surely more like what users chose than those of rate")
+    assert "test both online" in said
 
 
 def test_where_the_criterion_cannot_tell_the_estimated_reward_is_tested():

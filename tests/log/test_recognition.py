@@ -267,6 +267,21 @@ def test_a_matrix_is_called_one_and_a_log_without_a_user_asks_for_no_time():
     assert user.startswith("user_id")
 
 
+def test_the_only_column_that_is_left_is_the_item():
+    ratings = {"person": BASE["user_id"], "sushi": BASE["item_id"], "score": [1, 2, 3, 4] * 10}
+    found = recognize(facts(**ratings))
+    assert (found.columns.item_id, found.questions) == ("sushi", ())
+    for another in (
+        {"flavor": BASE["item_id"]},
+        {"mood": [0, 1] * 20},
+        {"remark": [f"{number}" for number in SECONDS]},
+    ):
+        (question,) = recognize(facts(**ratings, **another)).questions
+        assert question.startswith("item_id: not recognized")
+    (question,) = recognize(facts(**{**ratings, "sushi": SECONDS})).questions  # no value recurs
+    assert question.startswith("item_id: not recognized")
+
+
 def test_codes_for_kinds_of_events_are_reported_and_not_read():
     found = recognize(facts(**BASE, action_type=[0, 1, 2, 3] * 10))
     assert found.column("label") is None
