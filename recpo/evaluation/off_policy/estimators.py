@@ -151,8 +151,7 @@ class IPS(Estimator):
 class ClippedIPS(Estimator):
     """IPS with weights clipped at M, ``mean(min(w, M) r)`` (Ionides, 2008; Bottou et al., 2013).
 
-    Bounded, so it has intervals that hold for every sample size. Biased: for rewards >= 0 its mean lies below the
-    value.
+    Bounded. Biased: for rewards >= 0 its mean lies below the value.
 
     Attributes:
         limit: M, the largest weight.
@@ -548,7 +547,6 @@ class OffPolicyOptions:
         samples: number of items drawn per user for the reward model's value of the policy.
         level: probability that an interval contains the value.
         resamples: number of bootstrap resamples of users.
-        reward_range: least and largest possible reward, for the empirical Bernstein interval; null = no such interval.
         seed: seed of the bootstrap and of the draws.
         depth: number of places from which the targets ``discounted_k`` draw an item, each with a probability that falls
             with its place; null = there are no such targets.
@@ -563,7 +561,6 @@ class OffPolicyOptions:
     samples: PositiveInt = 32
     level: OpenUnitInterval = 0.95
     resamples: PositiveInt = 1000
-    reward_range: tuple[float, float] | None = None
     seed: Seed = 0
     depth: PositiveInt | None = None
 
@@ -571,8 +568,6 @@ class OffPolicyOptions:
         validate_ranges(self, "off_policy.")
         if self.top_k == ():
             raise RecpoError("off_policy.top_k names no list length", code="empty", field="off_policy.top_k")
-        low, high = self.reward_range or (0, 1)
-        validate_range(low < high, "off_policy.reward_range", "must be low < high", self.reward_range)
 
     def estimators(self, with_model: bool) -> list[Estimator]:
         """All estimators, or those that need no reward model."""
