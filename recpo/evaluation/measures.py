@@ -7,7 +7,6 @@ such as likes, follows and shares (``BehaviorRates``).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -125,46 +124,6 @@ class Measure(ABC):
     def totals(self) -> Mapping[str, float]:
         """Metrics of all lists so far; nan if not defined; empty if there are only per-user metrics, as by default."""
         return {}
-
-
-class Further(Measure):
-    """A copy of a user's measure for one pass, which checks what it returns and notes the names.
-
-    Args:
-        measure: not changed, so that it can serve every contender.
-
-    Attributes:
-        names: the metrics so far.
-    """
-
-    def __init__(self, measure: Measure) -> None:
-        self._measure = deepcopy(measure)
-        self.names: dict[str, Direction] = {}
-
-    def update(self, observed: Observed) -> Mapping[str, Tensor]:
-        """The per-user metrics of the measure.
-
-        Raises:
-            RecpoError: they are not one number per user (code ``wrong_shape``).
-        """
-        found, users = self._measure.update(observed), len(observed.batch.user_ids)
-        for name, values in found.items():
-            if not isinstance(values, Tensor) or values.shape != (users,):
-                shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                raise RecpoError(
-                    f"measures: {type(self._measure).__name__} returned {shape} for {name}, expected a tensor "
-                    f"[{users}], one number per user of the batch, nan for a user without one",
-                    code="wrong_shape",
-                    field=name,
-                )
-        self.names |= dict.fromkeys(found, self._measure.direction)
-        return found
-
-    def totals(self) -> Mapping[str, float]:
-        """The totals of the measure."""
-        found = self._measure.totals()
-        self.names |= dict.fromkeys(found, self._measure.direction)
-        return found
 
 
 class BehaviorRates(Measure):

@@ -1,4 +1,4 @@
-"""The saved truth of a simulation: the exact value of any policy and of the requests of a day, by external ids."""
+"""The saved truth of a simulation: the exact value of lists and of the requests of a day, by external ids."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -22,7 +22,6 @@ FORMAT_VERSION = 2
 _REMEDY = "name what `recpo simulate` wrote, or simulate again"
 _CELLS_PER_CHUNK = 1 << 20  # size of a users x items matrix: 8 MiB each, for any size of the catalog
 _DAYS_IN_MEMORY = 64  # number of cached logging policies; enough for a log of two months
-_SUM_TOLERANCE = 1e-3  # tolerance that a float32 softmax over a million items satisfies
 
 
 class Truth:
@@ -138,38 +137,6 @@ class Truth:
         if rewards.shape[1] == 0:
             raise RecpoError("item_ids has no columns: an empty list has no value", code="empty", field="item_ids")
         return rewards.mean(axis=1)
-
-    def policy_value(
-        self, user_ids: ArrayLike, probabilities: FloatArray, day: ArrayLike, item_ids: ArrayLike | None = None
-    ) -> FloatArray:
-        """Value ``[N]`` of a stochastic policy: its expectation ``sum_i pi(i | u) r(u, i, day)``.
-
-        Args:
-            user_ids: ``[N]``; pass a few users at a time if ``[N, V]`` is too large.
-            probabilities: ``[N, V]``, rows sum to 1.
-            day: one number, or ``[N]``.
-            item_ids: ``[V]`` items of the columns; None = ``self.item_ids``.
-
-        Raises:
-            RecpoError: unknown ids, a wrong shape, or rows that are not probabilities.
-        """
-        users = _rows(user_ids, self.user_ids, "user_ids")
-        columns = None if item_ids is None else _rows(item_ids, self.item_ids, "item_ids")
-        expected = (len(users), len(self.item_ids) if columns is None else len(columns))
-        probabilities = np.asarray(probabilities)
-        if probabilities.shape != expected:
-            message = f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}"
-            raise RecpoError(message, code="wrong_shape", field="probabilities")
-        value = np.empty(len(users))
-        for part, _, reward, there in self._reward_to_all(users, day):
-            chunk = probabilities[part].astype(np.float64)
-            # written so that nan fails too
-            if not ((chunk >= 0).all() and (np.abs(chunk.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()):
-                message = "probabilities: every row must be non-negative and sum to 1"
-                raise RecpoError(message, code="bad_value", field="probabilities")
-            reward = np.where(there, reward, 0.0)
-            value[part] = np.einsum("nv,nv->n", chunk, reward if columns is None else reward[:, columns])
-        return value
 
     def logging_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
         """Exact value ``[N]`` of the logging policy."""

@@ -10,9 +10,9 @@ so a log is read in chunks, and only the sums are kept; for intervals and the co
 user.
 
 For logs with a reward for each of several positions, ``SlateEstimator`` estimates the value of whole slates, ``V =
-E[sum_s position_weight_s r_s]``, the expected sum of a slate's rewards. These estimators differ in their assumption
-about what the reward of a position depends on, and so in how many weights of single positions, ``w_s = pi(a_s | x,
-a_<s) / p(a_s | x, a_<s)``, they multiply. The weaker the assumption, the larger the variance.
+E[sum_s r_s]``, the expected sum of a slate's rewards. These estimators differ in their assumption about what the reward
+of a position depends on, and so in how many weights of single positions, ``w_s = pi(a_s | x, a_<s) / p(a_s | x,
+a_<s)``, they multiply. The weaker the assumption, the larger the variance.
 
 ``AdditiveRewardModel`` is the reward model of the direct method and the doubly robust estimators: fast, and without a
 users x items matrix.
@@ -347,30 +347,18 @@ class SlateEstimator(ABC):
     Attributes:
         self_normalized: divide the sum of each position by its sum of weights instead of by the number of slates: lower
             variance, with a bias that falls as 1/N.
-        position_weight: weight of a reward at position 1, 2, ..., such as the discounts of DCG; empty = 1 each.
     """
 
-    name: ClassVar[str]
     self_normalized: bool = False
-    position_weight: tuple[float, ...] | None = None
 
     @abstractmethod
     def slate_weights(self, weight: FloatArray) -> FloatArray:
         """The factor of each reward, ``[N, S]``, from the weights of single positions (1 if there is no position)."""
 
     def terms(self, rows: SlateRows) -> FloatArray:
-        """The numerators and then the denominators of every slate, ``[N, 2 S]``: one ratio per position.
-
-        Raises:
-            RecpoError: more positions than position weights.
-        """
-        positions = rows.mask.shape[1]
-        counts = np.ones(positions) if self.position_weight is None else np.array(self.position_weight[:positions])
-        if len(counts) < positions:
-            message = f"{len(counts)} position weights for slates of {positions}"
-            raise RecpoError(message, code="wrong_shape", field="position_weight")
+        """The numerators and then the denominators of every slate, ``[N, 2 S]``: one ratio per position."""
         weight = self.slate_weights(np.where(rows.mask, rows.weight, 1.0))
-        gained = weight * np.where(rows.mask, rows.reward, 0.0) * counts
+        gained = weight * np.where(rows.mask, rows.reward, 0.0)
         return np.concatenate([gained, weight if self.self_normalized else np.ones_like(gained)], axis=1)
 
     def __call__(self, rows: SlateRows) -> float:
@@ -385,8 +373,6 @@ class StandardIPS(SlateEstimator):
     Unbiased for any user behavior, but only useful for very short slates, because the weights multiply.
     """
 
-    name: ClassVar[str] = "standard IPS"
-
     def slate_weights(self, weight: FloatArray) -> FloatArray:
         """See ``SlateEstimator``."""
         return np.broadcast_to(weight.prod(axis=1, keepdims=True), weight.shape)
@@ -400,8 +386,6 @@ class IndependentIPS(SlateEstimator):
     Its weights are those of single items, ``pi(a_s | x) / p(a_s | x)``.
     """
 
-    name: ClassVar[str] = "independent IPS"
-
     def slate_weights(self, weight: FloatArray) -> FloatArray:
         """See ``SlateEstimator``."""
         return weight
@@ -414,8 +398,6 @@ class RewardInteractionIPS(SlateEstimator):
     McInerney, Brost, Chandar, Mehrotra and Carterette (KDD 2020, arXiv 2007.12986): users read a slate from the top,
     and earlier positions influence their behavior at later ones.
     """
-
-    name: ClassVar[str] = "reward-interaction IPS"
 
     def slate_weights(self, weight: FloatArray) -> FloatArray:
         """See ``SlateEstimator``."""

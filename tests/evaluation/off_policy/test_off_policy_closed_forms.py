@@ -63,7 +63,7 @@ def test_what_the_estimators_read():
     assert traits(SNDR()) == (2, True, True)
     assert traits(BaselineIPS()) == (2, True, False)
     assert traits(CombinedIPS()) == (3, True, False)
-    assert IndependentIPS() == IndependentIPS(self_normalized=False, position_weight=None)
+    assert IndependentIPS() == IndependentIPS(self_normalized=False)
     assert (ClippedIPS(), SwitchDR()) == (ClippedIPS(100.0), SwitchDR(100.0))
 
 
