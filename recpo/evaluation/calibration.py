@@ -158,14 +158,7 @@ def assess(
     """``base_rate``, ``auc``, ``log_loss`` and ``calibration_error`` with percentile bootstrap intervals over users.
 
     A resample draws users with replacement, each with all of their events, because events of a user are similar.
-
-    Raises:
-        RecpoError: there is no event.
     """
-    if not len(probability):
-        raise RecpoError(
-            "no event to measure: the period is empty, or its events have no label", code="empty", field="label"
-        )
     rank, bins = ranks(probability), probability_bins(probability)
     statistics: dict[str, Callable[[FloatArray], float]] = {
         "base_rate": lambda weight: float(np.average(happened, weights=weight)),
@@ -191,14 +184,7 @@ def assess_grades(
         user: ``[N]``.
         resamples: number of bootstrap resamples.
         seed: seed of the bootstrap.
-
-    Raises:
-        RecpoError: there is no event.
     """
-    if not len(predicted):
-        raise RecpoError(
-            "no event to measure: the period is empty, or its events have no grade", code="empty", field="grade"
-        )
     one, two, squares = rankdata(predicted), rankdata(grade), (predicted - grade) ** 2
     statistics: dict[str, Callable[[FloatArray], float]] = {
         "rmse": lambda weight: math.sqrt(np.average(squares, weights=weight)),

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Policy
-from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.ops.exposures import Targets
@@ -60,15 +59,11 @@ class Recommender:
             batch: the users.
             k: length of the lists.
             unavailable: ``[B, N]`` items that are not candidates, padded with 0; None = every item is one.
-
-        Raises:
-            RecpoError: it makes no lists.
         """
         exclude = batch.exclude if unavailable is None else torch.cat([batch.exclude, unavailable], 1)
         if self.recommend_to_batch is not None:
             return self.recommend_to_batch(batch, k, exclude)
-        if self.recommend is None:
-            raise RecpoError(f"{self.name} makes no lists", code="wrong_class", field=self.name)
+        assert self.recommend is not None
         return self.recommend(batch.feedback.histories, k, exclude)
 
 

@@ -144,16 +144,8 @@ class GradeFactors(nn.Module):
             noise: variance of the noise.
 
         Raises:
-            RecpoError: wrong sizes, or missing covariances although there is a bound.
+            RecpoError: missing covariances although there is a bound.
         """
-        factors, expected = tensors["item_factors"], (len(self.item_bias) - 1, self.item_factors.shape[1])
-        if factors.shape != expected:
-            raise RecpoError(
-                f"item_factors have the shape {tuple(factors.shape)}, expected {expected}: take factors of the same "
-                "items",
-                code="wrong_shape",
-                field="item_factors",
-            )
         for name in ("item_factors", "item_bias", "factor_variance", "history_prior"):
             getattr(self, name)[1:] = tensors[name]
         for name in ("user_prior", "item_prior", "prior_variance", "prior_covariance"):
@@ -169,7 +161,7 @@ class GradeFactors(nn.Module):
                 code="missing_value",
                 field="lower_bound",
             )
-        self.item_variances[1:] = noise * item_forms(factors, tensors["item_covariance"])
+        self.item_variances[1:] = noise * item_forms(tensors["item_factors"], tensors["item_covariance"])
 
     def of_new_items(self, features: Features) -> dict[str, Tensor]:
         """Rows of the tensors with one row per item, by name, for items without events.

@@ -496,5 +496,3 @@ def test_impossible_options_are_refused() -> None:
         tilted(bound=-1.0)
     with refused("missing_value", "lower_bound"):
         tilted(bound=1.0).factors.assign(nothing(V), NOISE)
-    with refused("wrong_shape", "item_factors"):
-        tilted().factors.assign(nothing(V + 1), NOISE)
