@@ -6,21 +6,21 @@ from hypothesis import given, strategies as st
 
 from recpo.evaluation.estimates import percentile_interval
 from recpo.evaluation.off_policy.estimators import (
+    BASELINE_IPS,
+    COMBINED_IPS,
     DR,
     IPS,
     SNDR,
     SNIPS,
-    BaselineIPS,
-    ClippedIPS,
-    CombinedIPS,
     Rows,
+    clipped_ips,
     sum_of_ratios,
 )
 from recpo.evaluation.off_policy.results import TargetSums, bootstrap_values, influence, normal_interval
 from tests.reference.bandit import Bandit
 
 DATA_SETS, USERS = 500, 200
-ESTIMATORS = [IPS(), ClippedIPS(1.5), SNIPS(), DR(), SNDR(), BaselineIPS(), CombinedIPS()]
+ESTIMATORS = [IPS, clipped_ips(1.5), SNIPS, DR, SNDR, BASELINE_IPS, COMBINED_IPS]
 WITH_INTERVALS = ["IPS", "SNIPS", "DR", "SNDR", "beta-IPS", "combined"]
 SAMPLING_ERROR = 3.3 * np.sqrt(0.95 * 0.05 / DATA_SETS)  # of a share over 500 data sets, at one in a thousand
 
@@ -110,7 +110,7 @@ def test_the_level_is_the_coverage(user_sums, level):
 def test_chunks_do_not_matter(seed, chunks):
     rng = np.random.default_rng(seed)
     users, columns = rng.integers(0, 12, 40), rng.random((3, 40))
-    whole, parts = TargetSums([IPS()], num_items=1), TargetSums([IPS()], num_items=1)
+    whole, parts = TargetSums([IPS], num_items=1), TargetSums([IPS], num_items=1)
     for sums, places in ((whole, [np.arange(40)]), (parts, np.array_split(rng.permutation(40), chunks))):
         for part in [*places, np.zeros(0, int)]:
             sums.update(users[part], np.ones_like(part), Rows(*columns[:, part]))
@@ -119,7 +119,7 @@ def test_chunks_do_not_matter(seed, chunks):
     np.testing.assert_array_equal(a.users, np.unique(users))
     np.testing.assert_array_equal(a.users, b.users)
     np.testing.assert_array_equal(a.rows, b.rows)
-    np.testing.assert_allclose(a.by_estimator[IPS()], b.by_estimator[IPS()])
+    np.testing.assert_allclose(a.by_estimator[IPS], b.by_estimator[IPS])
 
 
 def test_the_bootstrap_is_seeded_paired_and_in_agreement_with_the_delta_method():

@@ -67,7 +67,7 @@ def test_the_more_is_assumed_the_smaller_the_variance():
 def test_one_position_is_one_item():
     rng = np.random.default_rng(2)
     reward, weight = rng.random((20, 1)), rng.exponential(size=(20, 1))
-    single = IPS()(Rows(reward[:, 0], weight[:, 0], np.ones(20)))
+    single = IPS(Rows(reward[:, 0], weight[:, 0], np.ones(20)))
     rows = SlateRows(reward, weight, np.ones((20, 1), bool))
     for kind in (IndependentIPS, RewardInteractionIPS, StandardIPS):
         assert kind()(rows) == pytest.approx(single)
