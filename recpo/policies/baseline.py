@@ -206,10 +206,6 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         """See ``DotProductPolicy.states_at``: every prefix is folded in by itself."""
         return torch.cat([self.last_states(part) for part in prefixes(histories, context, visible)])
 
-    def item_vectors(self, item_ids: Tensor) -> Tensor:
-        """See ``DotProductPolicy.item_vectors``."""
-        return self.output_vectors()[item_ids]
-
     def output_vectors(self) -> Tensor:
         """See ``DotProductPolicy.output_vectors``."""
         return F.pad(self.item_factors, (0, 0, 1, 0))

@@ -220,10 +220,10 @@ class GradeFactors(nn.Module):
         own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / temperature
         return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.rooted else own
 
-    def item_vectors(self, item_ids: Tensor | None = None) -> Tensor:
-        """``[q, b, t]`` of the items ``[...]``, ``[..., r + 1 + rooted]``; None = all items, including row 0."""
-        columns = [self.item_factors, self.item_bias[:, None], *([self.item_variances] if self.rooted else [])]
-        return torch.cat([column if item_ids is None else column[item_ids] for column in columns], -1)
+    def item_vectors(self) -> Tensor:
+        """``[q, b, t]`` of all items, including row 0, ``[V + 1, r + 1 + rooted]``."""
+        variances = [self.item_variances] if self.rooted else []
+        return torch.cat([self.item_factors, self.item_bias[:, None], *variances], 1)
 
     def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
         """Grades of the items ``[B, C]`` minus the bound, up to a constant per user; ``users`` is from ``fold_in``."""

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.base.contracts import DotProductPolicy, Policy, StatePolicy
+from recpo.base.contracts import DotProductPolicy, Policy
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import FeatureSchema
-from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan, Slates
-from recpo.ops.kernels import take_rows, without_autocast
-from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
+from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
+from recpo.ops.kernels import without_autocast
+from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.baseline import BaselinePolicy
 from recpo.policies.encoder import readable_ids
@@ -109,8 +109,8 @@ class OnBase(Policy):
         self.reads_timestamps, self.reads_item_features = base.reads_timestamps, base.reads_item_features
 
 
-class TiltedPolicy(OnBase, StatePolicy):
-    """``base(i | h) exp(grade(h, i) / temperature)``, normalized: of a softmax over products, exact, and one itself.
+class TiltedPolicy(OnBase):
+    """``base(i | h) exp(grade(h, i) / temperature)``, normalized: of a softmax over products, exact.
 
     With the state ``[state / base temperature; p / temperature; 1 / temperature]`` and the item vector ``[vector; q;
     b]``, its logit is one dot product; the part that all items of a context share (``mean + b(h)``) cancels. For
@@ -142,51 +142,19 @@ class TiltedPolicy(OnBase, StatePolicy):
         _validate_base(self.base)
         self.dim = self.base.dim + factors.rank + 1 + self.factors.rooted
 
-    def encode(self, histories: Histories) -> Tensor:
-        """See ``StatePolicy.encode``. Prefixes that are longer than the base's attention are encoded one by one."""
-        batch, states = len(histories.lengths), histories.item_ids.shape[1] + 1
-        return self._states_at(histories, torch.arange(batch * states, device=histories.lengths.device)).view(
-            batch, states, self.dim
-        )
-
-    def item_vectors(self, item_ids: Tensor) -> Tensor:
-        """See ``StatePolicy.item_vectors``."""
-        return torch.cat([self.base.item_vectors(item_ids), self.factors.item_vectors(item_ids)], -1)
-
     def output_vectors(self) -> Tensor:
         """The vectors ``[V + 1, d]`` that multiply states (``catalog_search.scores_of``); row 0 is not an item."""
         return torch.cat([self.base.output_vectors(), self.factors.item_vectors()], 1)
 
-    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.log_prob``."""
-        plan, scored = self._scored(batch, needed, states)
-        targets = planned_items(plan, batch.slates)
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``."""
+        plan = scoring_plan(batch, needed)
+        states, targets = self._states_at(batch.histories, plan.rows), planned_items(plan, batch.slates)
         if self.factors.rooted:
-            logp = self._bounded_log_prob(scored, targets, plan.state_index)
+            logp = self._bounded_log_prob(states, targets, plan.state_index)
         else:
-            logp = linear_logprob(scored, self.output_vectors(), targets, plan.state_index)
+            logp = linear_logprob(states, self.output_vectors(), targets, plan.state_index)
         return spread(plan, logp)[..., None]
-
-    def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.entropy``."""
-        plan, scored = self._scored(batch, needed, states)
-        if self.factors.rooted:
-            logps = (scores.log_softmax(1) for scores in self._scores(scored))
-            entropy = torch.cat([-(logp.exp() * logp).sum(1) for logp in logps])
-        else:
-            entropy = linear_entropy(scored, self.output_vectors())
-        return spread(plan, entropy if plan.state_index is None else entropy[plan.state_index])
-
-    def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.catalog_log_prob``."""
-        histories = batch.histories
-        if states is None:
-            last = self.last_states(histories)
-        else:
-            last = states[torch.arange(len(states), device=states.device), histories.lengths]
-        if self.factors.rooted:
-            return torch.cat([scores.log_softmax(1) for scores in self._scores(last)])[..., None]
-        return linear_log_softmax(last, self.output_vectors())[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
@@ -225,7 +193,7 @@ class TiltedPolicy(OnBase, StatePolicy):
         return sampling.contexts_at_once(self.num_items)
 
     def _scores(self, states: Tensor) -> Iterator[Tensor]:
-        """Scores ``[n, V]`` of all items, a few contexts at a time, with a gradient."""
+        """Scores ``[n, V]`` of all items, a few contexts at a time."""
         table = self.output_vectors()[1:]
         for part in states.split(self._at_once):
             with without_autocast(states.device):
@@ -239,11 +207,6 @@ class TiltedPolicy(OnBase, StatePolicy):
         vectors, own = self.output_vectors()[targets], self.dim - self.factors.rooted
         variance = (of_target[:, own:] * vectors[:, own:]).detach().sum(1)
         return (of_target[:, :own] * vectors[:, :own]).sum(1) - variance.clamp_min(0.0).sqrt() - lse
-
-    def _scored(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> tuple[ScoringPlan, Tensor]:
-        """The plan of the positions that are needed, and its states."""
-        plan = scoring_plan(batch, needed)
-        return plan, self._states_at(batch.histories, plan.rows) if states is None else take_rows(states, plan.rows)
 
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
