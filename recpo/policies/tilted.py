@@ -68,10 +68,6 @@ class OnBase(Policy):
         """See ``Policy.set_item_features``."""
         self.base.set_item_features(features)
 
-    def set_item_counts(self, counts: Tensor) -> None:
-        """See ``Policy.set_item_counts``."""
-        self.base.set_item_counts(counts)
-
     def precompute_item_vectors(self) -> None:
         """See ``Policy.precompute_item_vectors``."""
         self.base.precompute_item_vectors()
@@ -269,8 +265,7 @@ class _Reranked(OnBase):
     ) -> None:
         super().__init__(num_items, base, second, temperature)
         validate_range(candidates >= 1, "candidates", "must be at least 1", candidates)
-        self.candidates, self.num_tokens = candidates, self.base.num_tokens
-        self.catalog_checksum = self.base.catalog_checksum
+        self.candidates, self.catalog_checksum = candidates, self.base.catalog_checksum
 
     @abstractmethod
     def _known(self, histories: Histories) -> Tensor:
@@ -280,15 +275,8 @@ class _Reranked(OnBase):
     def _gains(self, known: Tensor, item_ids: Tensor) -> Tensor:
         """``g`` of items ``[N, C]``, up to a number per history."""
 
-    def tokens(self, item_ids: Tensor) -> Tensor:
-        """See ``Policy.tokens``."""
-        return self.base.tokens(item_ids)
-
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
-        """See ``Policy.log_prob``. This is an estimate, normalized over the candidates and the item itself.
-
-        If T > 1, the last token contains the complete tilt.
-        """
+        """See ``Policy.log_prob``. This is an estimate, normalized over the candidates and the item itself."""
         plan, width = scoring_plan(batch, needed), batch.histories.item_ids.shape[1] + 1
         items, state, rows = planned_items(plan, batch.slates), plan.states, plan.rows
         found = [self._ranked(part) for part in prefixes(batch.histories, rows // width, rows % width)]
@@ -297,7 +285,7 @@ class _Reranked(OnBase):
             self._log_prob_of(some, of_state, ranked, batch.histories, rows[of_state])
             for some, of_state in zip(items.split(HISTORIES_AT_ONCE), state.split(HISTORIES_AT_ONCE), strict=True)
         ]
-        return spread(plan, torch.cat(parts))
+        return spread(plan, torch.cat(parts))[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. Scores are log-probabilities among the candidates that are not excluded."""
@@ -318,7 +306,7 @@ class _Reranked(OnBase):
         ranked = self._ranked(histories)
         places, logp = sampling.draw_from_scores(ranked.scores / options.temperature, group_size, options)
         ids = F.pad(ranked.item_ids, (1, 0)).gather(1, places)
-        return ids, F.pad(logp[..., None], (self.num_tokens - 1, 0))
+        return ids, logp[..., None]
 
     @torch.no_grad()
     def kl_from_base(self, histories: Histories) -> Tensor:
@@ -340,16 +328,15 @@ class _Reranked(OnBase):
         return self.base.recommend(histories.recent(self.base.max_history), size, exclude), self._known(histories)
 
     def _log_prob_of(self, items: Tensor, state: Tensor, ranked: _Ranked, histories: Histories, rows: Tensor) -> Tensor:
-        """Log-probabilities ``[N, T]`` of items ``[N]``, each after its own prefix."""
+        """Log-probabilities ``[N]`` of items ``[N]``, each after its own prefix."""
         width = histories.item_ids.shape[1] + 1
         (prefix,) = prefixes(histories, rows // width, rows % width)
         recent, one = prefix.recent(self.base.max_history), items[:, None]
         slates = Slates(one, recent.lengths[:, None], torch.ones_like(one, dtype=torch.bool))
-        tokens = self.base.log_prob(FeedbackBatch(recent, slates, torch.arange(len(items), device=items.device)))[:, 0]
-        gain = self._gains(ranked.known[state], one)[:, 0] / self.temperature
-        own, lse = tokens.sum(1) + gain, ranked.lse[state]
-        lse = torch.where((ranked.item_ids[state] == one).any(1), lse, torch.logaddexp(lse, own))
-        return torch.cat([tokens[:, :-1], (tokens[:, -1] + gain - lse)[:, None]], 1)
+        base = self.base.log_prob(FeedbackBatch(recent, slates, torch.arange(len(items), device=items.device)))
+        own = base[:, 0].sum(1) + self._gains(ranked.known[state], one)[:, 0] / self.temperature
+        lse = ranked.lse[state]
+        return own - torch.where((ranked.item_ids[state] == one).any(1), lse, torch.logaddexp(lse, own))
 
 
 class RerankedPolicy(_Reranked):

@@ -390,7 +390,7 @@ def test_a_reranked_beam_of_all_items_is_the_tilted_policy(reranked: RerankedPol
     torch.testing.assert_close(reranked.kl_from_base(known), expected, rtol=1e-3, atol=1e-4)
     torch.manual_seed(0)
     ids, drawn = reranked.sample(known, 500, SamplingOptions())
-    assert drawn.shape == (4, 500, 3)
+    assert drawn.shape == (4, 500, 1)
     torch.testing.assert_close(drawn.sum(-1), logp.gather(1, ids - 1), rtol=0, atol=2e-5)
 
 
