@@ -68,9 +68,9 @@ def test_the_oracle_is_the_sorted_truth(truth):
 def test_chunks_change_nothing(truth, monkeypatch):
     days = np.linspace(0, 14, 50)
     pairs = truth.user_ids, np.tile(truth.item_ids[:9], (50, 1))
-    before = truth.logging_value(truth.user_ids, days), truth.expected_reward(*pairs, days)
+    before = truth.logging_value(truth.user_ids, DAY), truth.expected_reward(*pairs, days)
     monkeypatch.setattr(truth_module, "_CELLS_PER_CHUNK", 150)
-    after = truth.logging_value(truth.user_ids, days), truth.expected_reward(*pairs, days)
+    after = truth.logging_value(truth.user_ids, DAY), truth.expected_reward(*pairs, days)
     np.testing.assert_allclose(after[0], before[0], rtol=1e-12)
     np.testing.assert_allclose(after[1], before[1], rtol=1e-12)
 
