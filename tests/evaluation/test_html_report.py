@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from hypothesis import example, given, strategies as st
 
 from recpo.evaluation.document import with_holm
@@ -164,6 +165,30 @@ def test_one_contender_without_off_policy_values_leaves_those_sections_out():
 def test_the_values_of_every_target_are_explained(target):
     page = html_report(document_of([contender("one", "run", 0.1, [value(target, "SNIPS", 0.4)])]))
     assert f"{target}: an item" in Text(page).text
+
+
+def runs_of(*recipes):
+    """Runs with these configurations, the first of a contender named by its place."""
+    document = document_of([contender(f"run-{i}", "run", 0.2 + i / 100) for i in range(len(recipes))])
+    facts = [{"kind": "run", "path": f"out/run-{i}", "max_history": 20} for i in range(len(recipes))]
+    for fact, recipe in zip(facts, recipes, strict=True):
+        fact["configuration"] = yaml.safe_dump(recipe)
+    return document | {"provenance": {"data": {}, "runs": {f"run-{i}": fact for i, fact in enumerate(facts)}}}
+
+
+def test_training_seeds_of_one_recipe_are_one_row_with_their_spread():
+    pretrained = [{"objective": "Likelihood", "seed": i, "data": {"seed": i}, "out": f"o{i}"} for i in range(2)]
+    aligned = [{"objective": "DPO", "seed": i, "init_from": f"out/run-{i}"} for i in range(2)]
+    only = runs_of(*pretrained)
+    assert [row.name for row in EvaluationView(only).rows] == ["run (2 seeds)"]
+    document = runs_of(*pretrained, *aligned, {"objective": "DPO", "seed": 2, "init_from": "elsewhere"})
+    view = EvaluationView(document)
+    assert [len(row.members) for row in view.rows] == [2, 2, 1]
+    assert [row.name for row in view.rows] == ["run-0, run-1", "run-2, run-3", "run-4"]
+    assert view.main_table.rows[0].cells[0] == ("0.2050", "0.2000 to 0.2100", "")
+    assert len(view.all_metrics[0][1].rows) == 5
+    copies = runs_of(pretrained[0], pretrained[0], {**pretrained[1], "dim": 8})
+    assert [len(row.members) for row in EvaluationView(copies).rows] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

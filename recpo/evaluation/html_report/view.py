@@ -1,23 +1,19 @@
-"""What the report of an evaluation shows: tables and charts from its document; the templates have the words."""
+"""What the report of an evaluation shows: rows, tables and charts from its document; the templates have the words.
+
+The training seeds of one recipe are one row of the main tables and charts; the tables of all metrics and of all pairs
+have every contender.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import combinations
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from recpo.evaluation import reading
 from recpo.evaluation.html_report import parts, svg
 from recpo.evaluation.html_report.svg import Figure, number_text
-from recpo.evaluation.reading import (
-    Document,
-    Value,
-    best_first,
-    ends_of,
-    further_at,
-    lower_is_better,
-    paired,
-    shares_at,
-)
+from recpo.evaluation.reading import Document, Value, further_at, lower_is_better, paired, shares_at
 from recpo.evaluation.segments import NEW_METRICS
 from recpo.evaluation.variants import INTERVALS
 
@@ -48,11 +44,11 @@ class Answer(NamedTuple):
         best: name of the best contender; the oracle does not compete.
         over_baselines: baselines do not compete, and the best is compared with the strongest one.
         value: its value.
-        range: the 95 % interval of its value.
+        range: the 95 % interval of its value; with several training seeds, their range.
         against: the strongest baseline, or the next best contender; empty if there is none to compare with.
-        difference: best - against, paired over users.
-        interval: its 95 % interval.
-        beyond_doubt: the difference survives Holm's correction.
+        difference: best - against, paired over users; the mean over training seeds.
+        interval: its 95 % interval; with several training seeds, the widest one that covers theirs.
+        beyond_doubt: the differences of all seeds have one sign and survive Holm's correction.
     """
 
     metric: str
@@ -75,7 +71,7 @@ def html_report(document: Document) -> str:
     """
     view = EvaluationView(document)
     setting = view.setting
-    names, users = ", ".join(one["name"] for one in document["contenders"]), view.ranked[0]["counts"]["users"]
+    names, users = ", ".join(row.name for row in view.rows_of_all), view.ranked[0]["counts"]["users"]
     return parts.render(
         "evaluation.html.jinja",
         title=f"Offline evaluation, {setting['split']} period",
@@ -106,12 +102,12 @@ def variants_tables(document: Document, *, narrow: bool = False) -> list[parts.T
         rows = []
         for one in document["variants"]:
             cells = [parts.Cell(f"{one[name]:,}") for name in counts]
-            cells += [_number_cell(one.get(name), signed="difference" in name) for name in heads]
+            cells += [_sequence_cell(one.get(name), signed="difference" in name) for name in heads]
             rows.append(parts.Row(one["variant"], cells))
         caption = f"control {document['control']}; {INTERVALS}"
         tables.append(parts.Table(caption, ["variant", *counts, *heads.values()], rows))
     if (found := document["preference"]) is not None:
-        cells = [parts.Cell(f"{found[name]:,}") for name in counts] + [_number_cell(found, signed=True)]
+        cells = [parts.Cell(f"{found[name]:,}") for name in counts] + [_sequence_cell(found, signed=True)]
         cells += [parts.Cell(f"{100 * found[name]:.1f} %") for name in ("wins", "losses")]
         rows = [parts.Row(f"{found['of']} over {found['over']}", cells)]
         head = ["preference", *counts, "credit", "won", "lost"]
@@ -124,7 +120,7 @@ class EvaluationView:
 
     Args:
         document: all numbers.
-        narrow: the main tables have fewer columns.
+        narrow: the main tables have fewer columns; the main metrics of seeds of one recipe are in rows of their own.
     """
 
     def __init__(self, document: Document, *, narrow: bool = False) -> None:
@@ -133,8 +129,9 @@ class EvaluationView:
         self.setting: Document = document["setting"]
         self.k: int = self.setting["ks"][0]
         self.shares = _SHARES
-        self.style = parts.styles_of(document)
-        self.off_policy = parts.OffPolicyView(document, narrow=narrow)
+        self.rows_of_all = parts.rows_of(document)
+        self.style = {one["name"]: row.style for row in self.rows_of_all for one in row.members}
+        self.off_policy = parts.OffPolicyView(document, self.style, narrow=narrow)
 
     # the answer
 
@@ -146,23 +143,27 @@ class EvaluationView:
     @property
     def answer(self) -> Answer | None:
         """The best contender; None if no contender has a value."""
-        value, kinds = self.criterion, {one["name"]: one["kind"] for one in self.document["contenders"]}
-        if value is None:
+        value, ranked = self.criterion, self._by_criterion
+        if value is None or not ranked:
             return None
-        tested = [name for name in self._by_criterion if kinds[name] != "baseline"]
-        baselines = [name for name in self._by_criterion if kinds[name] == "baseline"]
+        tested = [one for one in ranked if one[0].kind != "baseline"]
+        baselines = [row for row, _ in ranked if row.kind == "baseline"]
         over_baselines = bool(tested and baselines)
-        best, *others = tested or baselines
-        mean, low, high, _ = value.of[best]
-        answer = Answer(value.name, value.why, best, over_baselines, number_text(mean), _ends(low, high))
-        for other in baselines if over_baselines else others:
-            if (found := value.differences.get((best, other))) is not None:
-                difference = f"{found.mean:+.4f}".replace("-", "\u2212")
+        (best, (mean, low, high, _)), *others = tested or ranked
+        ends = _ends("range of the seeds" if len(best.members) > 1 else "95 % interval", low, high)
+        answer = Answer(value.name, value.why, best.name, over_baselines, number_text(mean), ends)
+        for other in baselines if over_baselines else [row for row, _ in others]:
+            names = [(one["name"], two["name"]) for one in best.members for two in other.members]
+            pairs = [value.differences.get(pair) for pair in names]
+            known = [pair for pair in pairs if pair is not None]
+            if len(known) == len(pairs):
+                lows, highs = [d.low for d in known if d.low is not None], [d.high for d in known if d.high is not None]
+                what = "95 % interval" if len(known) == 1 else f"95 % intervals of {len(known)} pairs of seeds together"
                 return answer._replace(
-                    against=other,
-                    difference=difference,
-                    interval=_ends(found.low, found.high),
-                    beyond_doubt=found.survives,
+                    against=other.name,
+                    difference=f"{fmean(d.mean for d in known):+.4f}".replace("-", "\u2212"),
+                    interval=_ends(what, min(lows, default=None), max(highs, default=None)),
+                    beyond_doubt=all(d.survives for d in known) and len({d.mean > 0 for d in known}) == 1,
                 )
         return answer
 
@@ -170,16 +171,22 @@ class EvaluationView:
     def picture(self) -> Figure:
         """All contenders by the criterion, best first, with their intervals."""
         value = self.criterion
-        title = f"NDCG@{self.k}" if value is None else value.name
-        of = {} if value is None else value.of
-        rows = [svg.IntervalRow(name, *of[name][:3], self.style[name]) for name in self._by_criterion]
-        return svg.interval_chart(title, f"{title} of every contender, the best first", rows, "95 % intervals")
+        name = f"NDCG@{self.k}" if value is None else value.name
+        rows = [_interval_row(row.name, spread, row.style) for row, spread in self._by_criterion]
+        remark = "95 % intervals; seeds: range"
+        return svg.interval_chart(name, f"{name} of every contender, the best first", rows, remark)
 
     @cached_property
-    def _by_criterion(self) -> list[str]:
-        """The contenders with a value by the criterion, the best first."""
+    def _by_criterion(self) -> list[tuple[parts.Contenders, parts.Spread]]:
         of = {} if self.criterion is None else self.criterion.of
-        return sorted(of, key=lambda name: -of[name].mean)
+        found = []
+        for row in self.rows_of_all:
+            values = [of[one["name"]] for one in row.members if one["name"] in of]
+            means = [value.mean for value in values]
+            if len(values) == len(row.members):
+                ends = values[0][1:3] if len(values) == 1 else (min(means), max(means))
+                found.append((row, parts.Spread(fmean(means), *ends, "")))
+        return sorted(found, key=lambda one: -one[1].mean)
 
     # metrics
 
@@ -189,11 +196,21 @@ class EvaluationView:
         return [contender for contender in self.document["contenders"] if contender["metrics"]]
 
     @property
+    def rows(self) -> list[parts.Contenders]:
+        """Their rows."""
+        return [row for row in self.rows_of_all if row.members[0]["metrics"]]
+
+    @property
+    def single(self) -> list[parts.Contenders]:
+        """One row per contender that made lists, seeds or not."""
+        return [parts.Contenders(one["name"], [one], self.style[one["name"]]) for one in self.ranked]
+
+    @property
     def main_table(self) -> parts.Table:
         """The main metrics at the first k, that of the answer first, with the best of a column marked."""
         metrics = [*self._at(_NARROW_MAIN if self.narrow else _MAIN, self.k), *further_at(self.document, self.k)]
         metrics.sort(key=lambda metric: self.criterion is None or metric != self.criterion.name)
-        return self._metrics_table(metrics, f"lists of {self.k}")
+        return self._metrics_table(metrics, f"lists of {self.k}", self.single if self.narrow else self.rows)
 
     @property
     def all_metrics(self) -> list[tuple[str, parts.Table]]:
@@ -203,7 +220,7 @@ class EvaluationView:
         groups = {f"all metrics, lists of {k}": self._at(known, k) for k in self.setting["ks"]}
         groups["scores of the exposed items"] = [name for name in self._every if "@" not in name and name not in own]
         groups["further metrics"] = [name for name in self._every if name in own]
-        return [(title, self._metrics_table(group, title)) for title, group in groups.items() if group]
+        return [(title, self._metrics_table(group, title, self.single)) for title, group in groups.items() if group]
 
     @property
     def new_items_tables(self) -> list[parts.Table]:
@@ -224,9 +241,9 @@ class EvaluationView:
         """Metrics of all lists together, such as coverage."""
         names = list(dict.fromkeys(total for contender in self.ranked for total in contender["totals"]))
         rows = [
-            self._row(one, [_total_cell(one["totals"].get(name)) for name in names])
-            for one in self.ranked
-            if one["totals"]
+            parts.Row(one.name, [_total_cell(one.members[0]["totals"].get(name)) for name in names], one.style)
+            for one in self.single
+            if one.members[0]["totals"]
         ]
         return [parts.Table("of all lists together", ["contender", *names], rows)] if names else []
 
@@ -238,8 +255,8 @@ class EvaluationView:
         for k in self.setting["ks"]:
             rows = []
             for name, value in shares_at(self.document, k):
-                cells = [_number_cell(metrics[name].get(f"true_reward@{k}")), _share_cell(value)]
-                rows.append(parts.Row(name, cells, self.style[name]))
+                reward = parts.Spread.of([metrics[name].get(f"true_reward@{k}")])
+                rows.append(parts.Row(name, [_spread_cell(reward), _share_cell(value)], self.style[name]))
             if rows:
                 ends = found["metrics"][f"true_reward@{k}"]
                 caption = (
@@ -253,11 +270,11 @@ class EvaluationView:
     def segment_table(self, segment: str) -> parts.Table:
         """NDCG of every contender by the bins of a segment."""
         metric, bins = f"NDCG@{self.k}", self.setting["segments"][segment]
-        rows = [
-            self._row(one, [_number_cell(found.get(name, {}).get(metric)) for name in bins])
-            for one in self.ranked
-            if (found := one["segments"].get(segment))
-        ]
+        rows = []
+        for one in self.single:
+            if found := one.members[0]["segments"].get(segment):
+                cells = [_spread_cell(parts.Spread.of([found.get(name, {}).get(metric)])) for name in bins]
+                rows.append(parts.Row(one.name, cells, one.style))
         sizes = self.ranked[0]["segments"].get(segment, {})
         head = [f"{name} (n = {sizes.get(name, {}).get(metric, {}).get('n', 0):,})" for name in bins]
         return parts.Table(f"{metric} by {segment}", ["contender", *head], rows)
@@ -267,7 +284,8 @@ class EvaluationView:
     @cached_property
     def compared_pairs(self) -> list[tuple[str, str]]:
         """All pairs, the better one by the criterion first; if there are many, the best with each of the others."""
-        names = list(self._by_criterion)
+        values = {} if self.criterion is None else self.criterion.of
+        names = sorted(values, key=lambda name: -values[name].mean)
         others = [contender["name"] for contender in self.ranked if contender["kind"] != "oracle"]
         names += [name for name in others if name not in names]
         if len(names) <= _MOST_FOR_ALL_PAIRS:
@@ -290,8 +308,7 @@ class EvaluationView:
         metrics = [*self._at(names, self.k), *further_at(self.document, self.k)]
         rows = [
             parts.Row(
-                f"{one} - {other}",
-                [_number_cell(paired(self.document, one, other, name), signed=True) for name in metrics],
+                f"{one} - {other}", [_difference_cell(paired(self.document, one, other, name)) for name in metrics]
             )
             for one, other in pairs
         ]
@@ -309,7 +326,7 @@ class EvaluationView:
         figures = []
         for metric in self._at(("NDCG", "disliked", "true_reward"), self.k):
             rows = [
-                _interval_row(f"- {other}" if len(leaders) == 1 else f"{one} - {other}", value, "s0")
+                _interval_row(f"- {other}" if len(leaders) == 1 else f"{one} - {other}", parts.Spread.of([value]), "s0")
                 for one, other in self.compared_pairs
                 if (value := paired(self.document, one, other, metric)) is not None
             ]
@@ -321,8 +338,8 @@ class EvaluationView:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """Color and name of every contender with lists."""
-        return [(self.style[one["name"]], one["name"]) for one in self.ranked if one["totals"]]
+        """Color and name of every row with lists."""
+        return [(row.style, row.name) for row in self.rows if row.members[0]["totals"]]
 
     @property
     def metric_charts(self) -> list[Figure]:
@@ -332,9 +349,9 @@ class EvaluationView:
                 metric,
                 f"{metric} of every contender with its 95 % interval",
                 [
-                    _interval_row(one["name"], one["metrics"][metric], self.style[one["name"]])
-                    for one in self.ranked
-                    if metric in one["metrics"]
+                    _interval_row(row.name, parts.Spread.of(_values_of(row, metric)), row.style)
+                    for row in self.rows
+                    if metric in row.members[0]["metrics"]
                 ],
                 f"{'lower' if lower_is_better(metric, self.document) else 'higher'} is better",
             )
@@ -343,13 +360,13 @@ class EvaluationView:
 
     @property
     def over_k_charts(self) -> list[Figure]:
-        """Metrics over the list length, one line per contender."""
+        """Metrics over the list length, one line per row."""
         ks, figures = sorted(self.setting["ks"]), []
         for name in _OVER_K:
             lines = [
-                line
-                for one in self.ranked
-                for line in self._line(one, [(k, one["metrics"].get(f"{name}@{k}")) for k in ks])
+                svg.Line(row.name, points, row.style)
+                for row in self.rows
+                if (points := _points((k, _values_of(row, f"{name}@{k}")) for k in ks))
             ]
             if lines:
                 figures.append(svg.line_chart(f"{name}@k", f"{name} over the list length k", lines, x_label="k"))
@@ -361,9 +378,10 @@ class EvaluationView:
         metric, figures = f"NDCG@{self.k}", []
         for segment, bins in self.setting["segments"].items():
             lines = []
-            for one in self.ranked:
-                found = one["segments"].get(segment, {})
-                lines += self._line(one, [(place, found.get(name, {}).get(metric)) for place, name in enumerate(bins)])
+            for row in self.rows:
+                found = [one["segments"].get(segment, {}) for one in row.members]
+                points = _points((i, [one.get(name, {}).get(metric) for one in found]) for i, name in enumerate(bins))
+                lines += [svg.Line(row.name, points, row.style)] if points else []
             if lines:
                 title = f"{metric} by {segment}"
                 about = f"{title}, with 95 % intervals"
@@ -459,65 +477,85 @@ class EvaluationView:
 
     def _tables_per_k(self, names: Iterable[str], about: str, *, is_ranked: bool = True) -> list[parts.Table]:
         return [
-            self._metrics_table(found, f"{about}lists of {k}", is_ranked=is_ranked)
+            self._metrics_table(found, f"{about}lists of {k}", self.single, is_ranked=is_ranked)
             for k in self.setting["ks"]
             if (found := self._at(names, k))
         ]
 
-    def _row(self, contender: Document, cells: Sequence[parts.Cell]) -> parts.Row:
-        return parts.Row(contender["name"], cells, self.style[contender["name"]])
-
-    def _line(self, contender: Document, values: Iterable[tuple[float, Document | None]]) -> list[svg.Line]:
-        """The line through the estimates ``values``, by x; none if there are none."""
-        points = [
-            svg.Point(x, value["mean"], *ends_of(value["mean"], value["half_width"]))
-            for x, value in values
-            if value is not None and value["mean"] is not None
+    def _metrics_table(
+        self, metrics: Sequence[str], about: str, rows: Sequence[parts.Contenders], *, is_ranked: bool = True
+    ) -> parts.Table:
+        """``metrics`` with intervals, for every row that has at least one of them; the best is marked."""
+        values = {row.name: [parts.Spread.of(_values_of(row, metric)) for metric in metrics] for row in rows}
+        best = []
+        for place, metric in enumerate(metrics):
+            sign = -1 if lower_is_better(metric, self.document) else 1
+            known = [(values[row.name][place], row.name) for row in rows if row.kind != "oracle" and is_ranked]
+            leaders = [(sign * value.mean, name) for value, name in known if value is not None]
+            best.append(max(leaders, key=lambda one: one[0])[1] if leaders else None)
+        shown = [
+            parts.Row(
+                row.name,
+                [_spread_cell(v, "best" if row.name == b else "") for v, b in zip(values[row.name], best, strict=True)],
+                row.style,
+            )
+            for row in rows
+            if any(metric in one["metrics"] for one in row.members for metric in metrics)
         ]
-        return [svg.Line(contender["name"], points, self.style[contender["name"]])] if points else []
-
-    def _metrics_table(self, metrics: Sequence[str], about: str, *, is_ranked: bool = True) -> parts.Table:
-        """``metrics`` with intervals, for every contender that has at least one of them; the best is marked."""
-        leaders = {metric: best_first(self.document, metric)[:1] if is_ranked else [] for metric in metrics}
-        shown = []
-        for one in self.ranked:
-            if any(metric in one["metrics"] for metric in metrics):
-                cells = [
-                    _number_cell(one["metrics"].get(metric), style="best" if one in leaders[metric] else "")
-                    for metric in metrics
-                ]
-                shown.append(self._row(one, cells))
         arrows = [
             f" {'↓' if lower_is_better(metric, self.document) else '↑'}" if is_ranked else "" for metric in metrics
         ]
         head = [metric.split("@")[0] + arrow for metric, arrow in zip(metrics, arrows, strict=True)]
         caption = f"{about}; mean ± half of the 95 % interval over users"
+        caption += "; seeds: mean, lowest to highest" if any(len(row.members) > 1 for row in rows) else ""
         caption += "; ↑ higher is better, ↓ lower; bold: the best" if is_ranked else ""
         return parts.Table(caption, ["contender", *head], shown)
 
 
-def _ends(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None else f"95 % interval {number_text(low)} to {number_text(high)}"
+def _values_of(row: parts.Contenders, metric: str) -> list[Document | None]:
+    return [one["metrics"].get(metric) for one in row.members]
 
 
-def _interval_row(label: str, value: Document, style: str) -> svg.IntervalRow:
-    return svg.IntervalRow(label, value["mean"], *ends_of(value["mean"], value["half_width"]), style)
+def _ends(what: str, low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{what} {number_text(low)} to {number_text(high)}"
 
 
-def _number_cell(value: Document | None, *, signed: bool = False, style: str = "") -> parts.Cell:
-    """An estimate with half of its interval, or a difference, with the mark of what survives, or all its intervals."""
-    if value is None or value["mean"] is None:
-        return parts.Cell("-")
-    mean, _, half_width = reading.with_interval(value, signed).partition(" ")
-    note = half_width.replace(" ", "")
-    if value.get("sequence") is not None:
-        note += "\n[{:.4f}, {:.4f}]".format(*value["sequence"])
-    return parts.Cell(f"{mean} *", note, "survives") if value.get("survives_holm") else parts.Cell(mean, note, style)
+def _interval_row(label: str, value: parts.Spread | None, style: str) -> svg.IntervalRow:
+    if value is None:
+        return svg.IntervalRow(label, None, None, None, style)
+    return svg.IntervalRow(label, value.mean, value.low, value.high, style)
+
+
+def _points(values: Iterable[tuple[float, Sequence[Document | None]]]) -> list[svg.Point]:
+    spreads = [(x, parts.Spread.of(found)) for x, found in values]
+    return [svg.Point(x, spread.mean, spread.low, spread.high) for x, spread in spreads if spread is not None]
+
+
+def _spread_cell(value: parts.Spread | None, style: str = "") -> parts.Cell:
+    return (
+        parts.Cell("-") if value is None else parts.Cell(f"{value.mean:.4f}".replace("-", "\u2212"), value.note, style)
+    )
 
 
 def _share_cell(value: Mapping[str, Any]) -> parts.Cell:
     width = "" if value["half_width"] is None else f"±{100 * value['half_width']:.1f}"
     return parts.Cell(f"{100 * value['mean']:.1f} %".replace("-", "\u2212"), width)
+
+
+def _difference_cell(value: Document | None) -> parts.Cell:
+    if value is None:
+        return parts.Cell("-")
+    mean, _, half_width = reading.with_interval(value, signed=True).partition(" ")
+    survives = value["survives_holm"]
+    return parts.Cell(mean + (" *" if survives else ""), half_width.replace(" ", ""), "survives" if survives else "")
+
+
+def _sequence_cell(value: Document | None, *, signed: bool) -> parts.Cell:
+    if value is None or value["mean"] is None:
+        return parts.Cell("-")
+    mean, _, half_width = reading.with_interval(value, signed).partition(" ")
+    sequence = "" if value["sequence"] is None else "\n[{:.4f}, {:.4f}]".format(*value["sequence"])
+    return parts.Cell(mean, half_width.replace(" ", "") + sequence)
 
 
 def _total_cell(value: float | None) -> parts.Cell:
