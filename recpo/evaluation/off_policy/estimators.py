@@ -156,7 +156,8 @@ grows with the largest weights, without bound."""
 def clipped_ips(limit: float = 100.0) -> Estimator:
     """IPS with weights clipped at M, ``mean(min(w, M) r)`` (Ionides, 2008; Bottou et al., 2013).
 
-    Bounded. Biased: for rewards >= 0 its mean lies below the value.
+    Bounded, so it has intervals that hold for every sample size. Biased: for rewards >= 0 its mean lies below the
+    value.
 
     Args:
         limit: M, the largest weight.
@@ -442,6 +443,7 @@ class OffPolicyOptions:
         samples: number of items drawn per user for the reward model's value of the policy.
         level: probability that an interval contains the value.
         resamples: number of bootstrap resamples of users.
+        reward_range: least and largest possible reward, for the empirical Bernstein interval; null = no such interval.
         seed: seed of the bootstrap and of the draws.
         depth: number of places from which the targets ``discounted_k`` draw an item, each with a probability that falls
             with its place; null = there are no such targets.
@@ -456,6 +458,7 @@ class OffPolicyOptions:
     samples: PositiveInt = 32
     level: OpenUnitInterval = 0.95
     resamples: PositiveInt = 1000
+    reward_range: tuple[float, float] | None = None
     seed: Seed = 0
     depth: PositiveInt | None = None
 
@@ -463,6 +466,8 @@ class OffPolicyOptions:
         validate_ranges(self, "off_policy.")
         if self.top_k == ():
             raise RecpoError("off_policy.top_k names no list length", code="empty", field="off_policy.top_k")
+        low, high = self.reward_range or (0, 1)
+        validate_range(low < high, "off_policy.reward_range", "must be low < high", self.reward_range)
 
     def estimators(self, with_model: bool) -> list[Estimator]:
         """All estimators, or those that need no reward model."""

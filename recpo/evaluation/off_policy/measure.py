@@ -68,6 +68,7 @@ class OffPolicyMeasure(Measure):
         usable = rewarded & ~propensity.isnan()
         self._without_reward += int((logged & ~rewarded).sum())
         self._without_propensity += int((rewarded & ~usable).sum())
+        self._check_range(reward[rewarded])
         users, one = observed.batch.user_ids[:, None].expand_as(slates.item_ids), torch.ones_like(reward)
         who, what, *columns = _numpy(rewarded, users, slates.item_ids, reward, one, one)
         self._targets[results.LOGGING_POLICY].update(who, what, Rows(*columns))
@@ -154,6 +155,14 @@ class OffPolicyMeasure(Measure):
             return None
         total = (self._model(users, items) * (items > 0)).sum(1)
         return total / (items.shape[1] if number is None else number.clamp_min(1))
+
+    def _check_range(self, reward: Tensor) -> None:
+        if self._options.reward_range is None or not len(reward):
+            return
+        (low, high), least, most = self._options.reward_range, float(reward.min()), float(reward.max())
+        rule = f"must contain every possible reward, such as those from {least:g} to {most:g}"
+        fits = low <= least and most <= high
+        validate_range(fits, "off_policy.reward_range", rule, self._options.reward_range)
 
 
 def discounted(lists: Tensor, items: Tensor, k: int) -> Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from recpo.base.errors import RecpoError
+from recpo.base.errors import RecpoError, validate_range
 from recpo.evaluation.estimates import NOWHERE, Interval, percentile_interval, resampled
 from recpo.evaluation.off_policy.diagnostics import (
     MEAN_WEIGHT_LEVEL,
@@ -97,6 +97,30 @@ def _kept_draws(users: int, resamples: int, seed: int) -> tuple[NDArray[np.integ
     return tuple(part.astype(np.uint16) for part in resampled(users, resamples, seed))
 
 
+def empirical_bernstein_interval(values: FloatArray, low: float, high: float, level: float = 0.95) -> Interval:
+    """An interval that holds for every number of independent ``values [U]`` in ``[low, high]``, not only for many.
+
+        mean +- (sqrt(2 s^2 ln(4 / delta) / U) + 7 (high - low) ln(4 / delta) / (3 (U - 1))),   delta = 1 - level
+
+    Maurer and Pontil (COLT 2009, arXiv 0907.3740), theorem 4, applied to both sides with delta / 2 each. Wide: it pays
+    for what it promises.
+
+    Raises:
+        RecpoError: a value outside the range.
+    """
+    users = len(values)
+    if users < 2:
+        return NOWHERE
+    slack = 1e-9 * max(-low, high, 1.0)
+    least, most = values.min(), values.max()
+    fits = low - slack <= least and most <= high + slack
+    validate_range(fits, "values", f"must lie from {low:g} to {high:g}", f"{least:g} to {most:g}")
+    log_term = math.log(4 / (1 - level))
+    mean, variance = float(values.mean()), float(values.var(ddof=1))
+    half_width = math.sqrt(2 * variance * log_term / users) + 7 * (high - low) * log_term / (3 * (users - 1))
+    return Interval(max(low, mean - half_width), min(high, mean + half_width))
+
+
 IntArray = NDArray[np.integer]
 
 _ROW, _WEIGHT, _SQUARED_WEIGHT, _OWN_COLUMNS = 0, 1, 2, 3
@@ -116,8 +140,26 @@ class Clusters(NamedTuple):
     rows: IntArray
 
 
+class ClusterSums:
+    """Adds up columns of rows per user. A user's rows may come in several chunks."""
+
+    def __init__(self, num_columns: int) -> None:
+        self._parts = [Clusters(np.zeros(0, np.int64), np.zeros((0, num_columns)), np.zeros(0, np.int64))]
+
+    def update(self, users: IntArray, columns: FloatArray) -> None:
+        """Adds rows: ``users [N]`` and ``columns [N, K]``."""
+        self._parts.append(_summed(np.asarray(users, np.int64), columns, np.ones(len(users), np.int64)))
+        if sum(len(part.users) for part in self._parts[1:]) > len(self._parts[0].users):
+            self.compute()  # merged at every doubling, so each user is merged a logarithmic number of times
+
+    def compute(self) -> Clusters:
+        """The sums so far."""
+        if len(self._parts) > 1:
+            self._parts = [_summed(*(np.concatenate(columns) for columns in zip(*self._parts, strict=True)))]
+        return self._parts[0]
+
+
 def _summed(users: IntArray, columns: FloatArray, rows: IntArray) -> Clusters:
-    """The sums of rows, or of sums of some rows, per user; a user may occur several times."""
     distinct, position = np.unique(users, return_inverse=True)
     sums = np.empty((len(distinct), columns.shape[1]))
     for column, values in enumerate(columns.T):
@@ -156,7 +198,7 @@ class TargetSums:
     def __init__(self, estimators: Sequence[Estimator], num_items: int) -> None:
         ends = list(accumulate((2 * e.num_ratios for e in estimators), initial=_OWN_COLUMNS))
         self._columns = {e: slice(*ends[i : i + 2]) for i, e in enumerate(estimators)}
-        self._parts = [Clusters(np.zeros(0, np.int64), np.zeros((0, ends[-1])), np.zeros(0, np.int64))]
+        self._sums = ClusterSums(ends[-1])
         self._weights = WeightDistribution()
         self._shown = np.zeros(num_items + 1, bool)
         self._chosen = np.zeros(num_items + 1, np.int64)
@@ -168,7 +210,7 @@ class TargetSums:
         self._shown[items] = True
         own = np.stack([np.ones_like(weight), weight, weight**2], 1)
         terms = [estimator.terms(rows) for estimator in self._columns]
-        self._parts.append(_summed(users, np.concatenate([own, *terms], axis=1), np.ones(len(users), np.int64)))
+        self._sums.update(users, np.concatenate([own, *terms], axis=1))
 
     def add_choices(self, items: IntArray) -> None:
         """Counts the items that the target policy would show: item ids, 0 = a draw that is not an item."""
@@ -182,7 +224,7 @@ class TargetSums:
             rows_without_reward: see ``Diagnostics``.
             rows_without_propensity: see ``Diagnostics``.
         """
-        clusters = _summed(*(np.concatenate(columns) for columns in zip(*self._parts, strict=True)))
+        clusters = self._sums.compute()
         sums = clusters.sums / clusters.rows[:, None] if by_user else clusters.sums
         weight, squares = sums[:, _WEIGHT], sums[:, _SQUARED_WEIGHT] / (clusters.rows if by_user else 1)
         against_rows = sums[:, [_WEIGHT, _ROW]]
@@ -217,10 +259,11 @@ POLICY = "policy"
 #: The target of items drawn from deep lists, by the place of half the discount.
 DISCOUNTED = "discounted_{k}"
 
-IntervalKind = Literal["normal", "bootstrap"]
+IntervalKind = Literal["normal", "bootstrap", "empirical_bernstein"]
 
+_SHOWN: tuple[IntervalKind, ...] = ("normal", "bootstrap")
 _ROUNDING = 1e-6  # tolerance for float32 probabilities of nearly certain items
-_NO_INTERVALS: dict[IntervalKind, Interval] = {"normal": NOWHERE, "bootstrap": NOWHERE}
+_NO_INTERVALS: dict[IntervalKind, Interval] = {"normal": NOWHERE, "bootstrap": NOWHERE, "empirical_bernstein": NOWHERE}
 _REFUSED = "refused: the policy would have shown none of the logged items to whom they were shown: there is no support"
 
 
@@ -301,7 +344,7 @@ class OffPolicyResult:
                 "target": one.target,
                 "estimator": one.estimator,
                 "value": one.value,
-                **{f"{kind}_{end}": at for kind, ends in one.intervals.items() for end, at in ends._asdict().items()},
+                **{f"{kind}_{end}": getattr(one.intervals[kind], end) for kind in _SHOWN for end in ("low", "high")},
                 "warnings": "; ".join(one.warnings),
             }
             for one in self.estimates
@@ -367,7 +410,10 @@ class OffPolicyResult:
         for (estimator, (mine, theirs)), of_mine, of_theirs in zip(pairs.items(), drawn[::2], drawn[1::2], strict=True):
             value = float(sum_of_ratios(mine.sum(0)) - sum_of_ratios(theirs.sum(0)))
             influences = influence(mine) - influence(theirs)
-            intervals = _intervals(influences, value, of_mine - of_theirs, options)
+            intervals: dict[IntervalKind, Interval] = {
+                "normal": normal_interval(influences, value, options.level),
+                "bootstrap": percentile_interval(of_mine - of_theirs, options.level),
+            }
             error = standard_error(influences)
             found.append(OffPolicyDifference(target, estimator.name, value, intervals, error, len(influences)))
         return found
@@ -425,25 +471,42 @@ def result_of(totals: dict[str, TargetTotals], options: OffPolicyOptions) -> Off
     for target, found in totals.items():
         known, supported = found.diagnostics, found.diagnostics.effective_rows > 0
         shared = known.effective_rows, known.rows, known.users, options.propensity, known
-        estimated = found.estimated
-        drawn: list[FloatArray] = [np.zeros(0)] * len(estimated)
-        if supported:
-            drawn = bootstrap_values(list(estimated.values()), options.resamples, options.seed)
-        for (estimator, sums), values in zip(estimated.items(), drawn, strict=True):
+        intervals = _intervals(found, options) if supported else {}
+        for estimator, sums in found.estimated.items():
             value = float(sum_of_ratios(sums.sum(0))) if supported else math.nan
-            ends = _intervals(influence(sums), value, values, options) if supported else _NO_INTERVALS
             said = warnings_of(estimator, known, options.propensity) if supported else (_REFUSED,)
+            ends = intervals.get(estimator, _NO_INTERVALS)
             estimates.append(OffPolicyEstimate(target, estimator.name, value, ends, *shared, said))
     usable = {target: found for target, found in totals.items() if found.diagnostics.effective_rows > 0}
     return OffPolicyResult(tuple(estimates), usable, options)
 
 
-def _intervals(
-    influences: FloatArray, value: float, drawn: FloatArray, options: OffPolicyOptions
-) -> dict[IntervalKind, Interval]:
-    """The intervals of a value, from its users' influences and its values over resampled users."""
-    normal = normal_interval(influences, value, options.level)
-    return {"normal": normal, "bootstrap": percentile_interval(drawn, options.level)}
+def _intervals(found: TargetTotals, options: OffPolicyOptions) -> dict[Estimator, dict[IntervalKind, Interval]]:
+    estimated = found.estimated
+    resampled = bootstrap_values(list(estimated.values()), options.resamples, options.seed)
+    intervals: dict[Estimator, dict[IntervalKind, Interval]] = {}
+    for (estimator, sums), values in zip(estimated.items(), resampled, strict=True):
+        value = float(sum_of_ratios(sums.sum(0)))
+        intervals[estimator] = {
+            "normal": normal_interval(influence(sums), value, options.level),
+            "bootstrap": percentile_interval(values, options.level),
+            "empirical_bernstein": NOWHERE,
+        }
+        if estimator.clip < math.inf and options.reward_range is not None:
+            bounded = _empirical_bernstein(estimator, sums, found, options)
+            intervals[estimator]["empirical_bernstein"] = bounded
+    return intervals
+
+
+def _empirical_bernstein(
+    estimator: Estimator, sums: FloatArray, found: TargetTotals, options: OffPolicyOptions
+) -> Interval:
+    """Units are users: a mean over exposures is a mean of users' sums, whose range grows with the most active user."""
+    assert options.reward_range is not None
+    rows_per_user = found.rows.mean() if options.average == "exposure" else 1.0
+    most = found.rows.max() / rows_per_user if options.average == "exposure" else 1.0
+    low, high = (estimator.clip * float(most) * bound for bound in options.reward_range)
+    return empirical_bernstein_interval(sums[:, 0] / rows_per_user, min(low, 0.0), max(high, 0.0), options.level)
 
 
 def _pair(estimator: Estimator, mine: FloatArray, theirs: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ from recpo.evaluation.off_policy.measure import ExposureModel, OffPolicySetting,
 from recpo.evaluation.off_policy.results import (
     TargetSums,
     bootstrap_values,
+    empirical_bernstein_interval,
     influence,
     normal_interval,
     result_of_rows,
@@ -235,6 +237,30 @@ def test_the_bootstrap_draws_every_user_alike_and_a_few_resamples_at_a_time(monk
             assert bootstrap_values([sums], resamples=2000, seed=0)[0].tolist() == drawn.tolist()
 
 
+def test_values_may_miss_their_range_by_rounding():
+    for low, high in ((-1.0, 0.0), (0.0, 1.0), (-1e6, 0.0), (0.0, 1e6), (-0.25, 0.0)):
+        bound = high or low
+        slack = 1e-9 * max(abs(bound), 1.0)
+        found = empirical_bernstein_interval(np.array([0.0, bound + math.copysign(slack, bound)]), low, high)
+        assert found == (low, high)
+        with refused("out_of_range", "values"):
+            empirical_bernstein_interval(np.array([0.0, bound + math.copysign(1.5 * slack, bound)]), low, high)
+
+
+def test_the_interval_of_maurer_and_pontil_stays_in_its_range():
+    values = np.array([0.0, 1.0] * 5000)
+    log_term = math.log(4 / 0.05)
+    half = math.sqrt(2 * values.var(ddof=1) * log_term / 10_000) + 7 * 3 * log_term / (3 * 9999)
+    assert empirical_bernstein_interval(values, -1.0, 2.0) == pytest.approx((0.5 - half, 0.5 + half))
+    assert empirical_bernstein_interval(values[:2], 0.0, 1.0) == (0.0, 1.0)
+    assert np.isnan(empirical_bernstein_interval(values[:1], 0.0, 1.0)).all()
+    beyond = 1 + 1e-8
+    for low, high, wrong in ((0.0, 1.0, beyond), (-1.0, 0.0, -beyond)):
+        assert empirical_bernstein_interval(np.array([0.0, high or low]), low, high) == (low, high)
+        with refused("out_of_range", "values"):
+            empirical_bernstein_interval(np.array([0.0, wrong]), low, high)
+
+
 # ---------------------------------------------------------------- weights
 def test_a_tail_takes_twenty_different_weights():
     def pareto_k(rows):
@@ -350,6 +376,32 @@ def rows_of_users(reward, count):
     """As many rows of every user as ``count`` says, each of weight 1 and of one reward: rows, and whose they are."""
     one = np.ones(len(reward))
     return Rows(np.array(reward), one, one), np.repeat(np.arange(len(count)), count)
+
+
+def test_the_bounded_interval_of_a_mean_over_exposures_is_one_over_users():
+    """Of sums, which grow with the busiest user's rows: 3 of 2 on average."""
+    count = np.tile([1, 3], 2000)
+    rows, users = rows_of_users(np.tile([1.0, 0.0, 0.5, 0.5], 2000), count)
+    options = OffPolicyOptions(resamples=2, reward_range=(-1.0, 2.0), clip=4.0, level=0.9)
+    found = result_of_rows(rows, users, options).estimate("policy", "clipped IPS")
+    low, high = 4 * 3 / 2 * -1, 4 * 3 / 2 * 2
+    want = empirical_bernstein_interval(np.full(4000, 0.5), low, high, 0.9)
+    assert found.intervals["empirical_bernstein"] == pytest.approx(want)
+    assert want.low > low
+    alike = result_of_rows(rows, users, replace(options, average="user")).estimate("policy", "clipped IPS")
+    want = empirical_bernstein_interval(np.tile([1.0, 1 / 3], 2000), -4.0, 8.0, 0.9)
+    assert alike.intervals["empirical_bernstein"] == pytest.approx(want)
+
+
+def test_the_bounded_interval_ends_where_values_can():
+    """A weight may be 0: the range of the weighted rewards has 0 in it."""
+    for bounds, want in (((0.5, 1.0), (0.0, 4.0)), ((-1.0, -0.5), (-4.0, 0.0)), ((-1.0, 1.0), (-4.0, 4.0))):
+        rows, users = rows_of_users(np.array(bounds), np.array([1, 1]))
+        options = OffPolicyOptions(resamples=2, reward_range=bounds, clip=4.0)
+        found = result_of_rows(rows, users, options).estimate("policy", "clipped IPS")
+        assert found.intervals["empirical_bernstein"] == want
+        busy = result_of_rows(rows, np.zeros(2, int), options)  # one user
+        assert np.isnan(busy.estimate("policy", "clipped IPS").intervals["empirical_bernstein"]).all()
 
 
 def test_a_result_of_one_row():

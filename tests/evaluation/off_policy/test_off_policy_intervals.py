@@ -16,8 +16,15 @@ from recpo.evaluation.off_policy.estimators import (
     clipped_ips,
     sum_of_ratios,
 )
-from recpo.evaluation.off_policy.results import TargetSums, bootstrap_values, influence, normal_interval
+from recpo.evaluation.off_policy.results import (
+    ClusterSums,
+    bootstrap_values,
+    empirical_bernstein_interval,
+    influence,
+    normal_interval,
+)
 from tests.reference.bandit import Bandit
+from tests.refusals import refused
 
 DATA_SETS, USERS = 500, 200
 ESTIMATORS = [IPS, clipped_ips(1.5), SNIPS, DR, SNDR, BASELINE_IPS, COMBINED_IPS]
@@ -48,10 +55,9 @@ def user_sums():
     )
     found = {}
     for estimator in ESTIMATORS:
-        sums = TargetSums([estimator], num_items=0)
-        sums.update(owner, np.zeros_like(owner), rows)
-        totals = sums.compute(by_user=False, rows_without_reward=0, rows_without_propensity=0)
-        of_users = totals.by_estimator[estimator].reshape(DATA_SETS, USERS, -1)
+        sums = ClusterSums(2 * estimator.num_ratios)
+        sums.update(owner, estimator.terms(rows))
+        of_users = sums.compute().sums.reshape(DATA_SETS, USERS, -1)
         found[estimator.name] = np.stack([estimator.with_coefficients(one) for one in of_users])
     return found, bandit.value
 
@@ -106,20 +112,44 @@ def test_the_level_is_the_coverage(user_sums, level):
     assert coverage(intervals, value) == pytest.approx(level, abs=error)
 
 
+def test_empirical_bernstein_never_promises_too_much(user_sums):
+    sums, _ = user_sums
+    truth = sums["clipped IPS"][:, :, 0] / sums["clipped IPS"][:, :, 1]
+    intervals = [empirical_bernstein_interval(values, 0.0, 1.5) for values in truth]
+    assert coverage(intervals, truth.mean()) > 0.99
+    widths = [high - low for low, high in intervals]
+    normal = [1.96 * values.std(ddof=1) / np.sqrt(USERS) for values in truth]
+    assert min(widths) > max(normal), "it pays for holding at every sample size"
+
+
+def test_empirical_bernstein_is_the_printed_formula():
+    values = np.array([0.0, 1.0, 1.0, 0.0, 1.0])
+    log_term = np.log(4 / 0.05)
+    half = np.sqrt(2 * 0.3 * log_term / 5) + 7 * 2 * log_term / (3 * 4)
+    assert empirical_bernstein_interval(values, -1.0, 1.0) == pytest.approx((max(-1, 0.6 - half), min(1, 0.6 + half)))
+    many = np.tile(values, 20_000)
+    low, high = empirical_bernstein_interval(many, -1.0, 1.0)
+    assert low < 0.6 < high
+    assert high - low < 0.04
+    with refused("out_of_range", "values"):
+        empirical_bernstein_interval(values, 0.0, 0.5)
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_chunks_do_not_matter(seed, chunks):
     rng = np.random.default_rng(seed)
-    users, columns = rng.integers(0, 12, 40), rng.random((3, 40))
-    whole, parts = TargetSums([IPS], num_items=1), TargetSums([IPS], num_items=1)
-    for sums, places in ((whole, [np.arange(40)]), (parts, np.array_split(rng.permutation(40), chunks))):
-        for part in [*places, np.zeros(0, int)]:
-            sums.update(users[part], np.ones_like(part), Rows(*columns[:, part]))
-    none = {"by_user": False, "rows_without_reward": 0, "rows_without_propensity": 0}
-    a, b = whole.compute(**none), parts.compute(**none)
+    users, columns = rng.integers(0, 12, 40), rng.random((40, 3))
+    whole, parts = ClusterSums(3), ClusterSums(3)
+    whole.update(users, columns)
+    for part in np.array_split(rng.permutation(40), chunks):
+        parts.update(users[part], columns[part])
+        parts.update(users[:0], columns[:0])
+    a, b = whole.compute(), parts.compute()
     np.testing.assert_array_equal(a.users, np.unique(users))
     np.testing.assert_array_equal(a.users, b.users)
     np.testing.assert_array_equal(a.rows, b.rows)
-    np.testing.assert_allclose(a.by_estimator[IPS], b.by_estimator[IPS])
+    np.testing.assert_allclose(a.sums, b.sums)
+    np.testing.assert_allclose(a.sums.sum(0), columns.sum(0))
 
 
 def test_the_bootstrap_is_seeded_paired_and_in_agreement_with_the_delta_method():
@@ -134,4 +164,5 @@ def test_the_bootstrap_is_seeded_paired_and_in_agreement_with_the_delta_method()
 
 def test_too_few_users_have_no_interval():
     assert np.isnan(normal_interval(np.zeros(1), 0.5)).all()
+    assert np.isnan(empirical_bernstein_interval(np.ones(1), 0, 1)).all()
     assert np.isnan(percentile_interval(np.full(3, np.nan))).all()

@@ -180,6 +180,11 @@ def test_a_list_with_one_item_shows_it_always():
     assert measured(never, One()).estimate(top, "IPS").diagnostics.unsupported_share == 1.0
 
 
+def test_rewards_at_the_ends_of_their_range():
+    ends = changed(log(), reward=lambda r: torch.where(r.isnan(), r, (r > 0.5).double()))
+    measured(ends, options=OffPolicyOptions(resamples=2, reward_range=(0.0, 1.0)))
+
+
 def test_rows_in_arrays_have_the_same_result():
     contender = Contender()
     user, _, reward, p, pi, _ = rows_of(log(), contender)
@@ -356,11 +361,18 @@ def test_a_target_without_support_is_refused_and_the_others_are_not():
     json.dumps(as_json(result.estimates), allow_nan=False)
 
 
-def test_estimates_are_json():
-    (entry,) = [e for e in as_json(measured(log()).estimates) if (e["target"], e["estimator"]) == ("policy", "SNIPS")]
+def test_intervals_of_bounded_rewards_and_json():
+    options = OffPolicyOptions(resamples=50, reward_range=(0.0, 1.0), clip=2.0)
+    result = measured(log(), options=options)
+    clipped = result.estimate("policy", "clipped IPS")
+    low, high = clipped.intervals["empirical_bernstein"]
+    assert low < clipped.intervals["normal"].low < clipped.value < clipped.intervals["normal"].high < high
+    (entry,) = [e for e in as_json(result.estimates) if (e["target"], e["estimator"]) == ("policy", "SNIPS")]
     assert json.loads(json.dumps(entry, allow_nan=False)) == entry
-    assert set(entry["intervals"]) == {"normal", "bootstrap"}
+    assert entry["intervals"]["empirical_bernstein"] == {"low": None, "high": None}
     assert entry["diagnostics"]["tail"]["largest"] > 1
+    with refused("out_of_range", "off_policy.reward_range"):
+        measured(log(), options=OffPolicyOptions(reward_range=(0.0, 0.5)))
 
 
 def test_meaningless_estimates_have_a_warning():

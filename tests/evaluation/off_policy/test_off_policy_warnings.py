@@ -102,10 +102,11 @@ def test_warnings_of_an_estimator():
 
 def test_defaults_and_bounds_of_the_options():
     defaults = OffPolicyOptions()
-    assert defaults == OffPolicyOptions("logged", None, None, "exposure", 100.0, 100.0, 32, 0.95, 1000, 0)
+    assert defaults == OffPolicyOptions("logged", None, None, "exposure", 100.0, 100.0, 32, 0.95, 1000, None, 0)
     least = {"pool_size": 1, "top_k": (1,), "clip": 0.5, "switch_threshold": 0.0, "samples": 1, "resamples": 1}
     assert OffPolicyOptions(**least).samples == 1
-    wrong = {"pool_size": 0, "switch_threshold": -0.1, "samples": 0, "resamples": 0}
+    assert OffPolicyOptions(reward_range=(-1.0, 0.0)).reward_range == (-1.0, 0.0)
+    wrong = {"pool_size": 0, "switch_threshold": -0.1, "samples": 0, "resamples": 0, "reward_range": (1.0, 1.0)}
     for name, value in [
         *wrong.items(),
         ("level", 0.0),
