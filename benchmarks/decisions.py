@@ -45,7 +45,7 @@ import recpo
 from recpo.evaluation import Z95
 from recpo.log.prepared import Prepared
 from recpo.verbs.fit import Decision
-from recpo.verbs.fit_road import Road, RoadOptions, place_of
+from recpo.verbs.fit_steps import FitSteps, StepOptions, place_of
 from recpo.worlds.log import Simulation
 from recpo.worlds.parameters import WORLDS
 from recpo.worlds.replay import REPLAY
@@ -190,16 +190,16 @@ def served(decision: Decision, truth: Path, k: int, baselines: Sequence[str]) ->
 
     ``decided`` is what ships as it was before it was made again: it knows the same histories.
     """
-    road = Road(decision.root, RoadOptions(k=k))
-    road.data = decision.prepared
-    final = road.again(Prepared.open(decision.root / "final" / "prepared"))
+    steps = FitSteps(decision.root, StepOptions(k=k))
+    steps.data = decision.prepared
+    final = steps.on_all_events(Prepared.open(decision.root / "final" / "prepared"))
     known, histories = Truth.load(truth), pd.read_parquet(final.data.root / "histories.parquet")
     day, users = float(known.day_of(final.data.manifest["boundaries"]["last_ms"])), known.user_ids
     users = users[np.isin(users, histories["user_id"].unique())]
     table = yaml.safe_load((decision.root / "prepare.yaml").read_text("utf-8")).get("users")
     people = None if table is None else ds.dataset(table).to_table().to_pandas()
     bundles = {decision.chosen: decision.bundle}
-    wanted = [("decided", road, decision.chosen), *((name, final, name) for name in {*baselines} - {decision.chosen})]
+    wanted = [("decided", steps, decision.chosen), *((name, final, name) for name in {*baselines} - {decision.chosen})]
     for name, of, contender in wanted:
         how: dict[str, Any] = {"prepared": of.data, "baseline_options": of.baseline_options, "overwrite": True}
         out, cache = decision.root / "served" / name, of.root / "baselines"

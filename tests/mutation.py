@@ -57,7 +57,8 @@ OWNERS = {
     "recpo/ops/linear_logprob": ["tests/ops/test_linear_logprob.py", "tests/ops/test_sampled_softmax.py"],
     "recpo/ops/exposures": ["tests/ops", *LOSSES, "tests/policies/test_item_features.py"],
     "recpo/ops/sharded_logprob": ["tests/ops/test_sharded_logprob.py"],
-    "recpo/policies/grade_factors": ["tests/policies/test_small_systems.py", "tests/policies/test_tilted.py"],
+    "recpo/ops/small_systems": ["tests/ops/test_small_systems.py", "tests/policies/test_tilted.py"],
+    "recpo/policies/grade_factors": ["tests/policies/test_tilted.py"],
     "recpo/objectives/advantages": [
         "tests/test_advantages.py",
         "tests/test_vectors.py",

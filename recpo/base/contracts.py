@@ -1,15 +1,11 @@
-"""The extension points: the interfaces of a policy, an objective, an advantage estimator and a reward function.
-
-``Requirement`` is the vocabulary in which objectives, advantages and rewards say what they need.
-"""
+"""The extension points: the interfaces of a policy, an objective, an advantage estimator and a reward function."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -210,160 +206,6 @@ class DotProductPolicy(Policy):
         """The vectors ``[V + 1, d]`` that states are multiplied with; row 0 is not an item."""
 
 
-#: Remedy and option of what a policy or the labels of a log supply.
-_OF_POLICY = "set policy, e.g. class_path: CatalogSoftmaxPolicy", "policy"
-_OF_LABEL = "prepare the log again with the columns that --label reads, or with another --label", "label"
-
-
-class Requirement(StrEnum):
-    """What an objective, an advantage estimator or a reward needs beyond ``logp.policy``.
-
-    Training computes the inputs of an objective from these (``recpo.training.inputs``), and refuses options and logs
-    that cannot supply them before the first step (``recpo.training.contradictions``). A member equals its name, so
-    ``frozenset({"advantages", "old"})`` says the same as the members.
-
-    Attributes:
-        need: what whoever requires it does with it.
-        remedy: how to supply it.
-        option: the option that supplies it.
-        fields: the fields of ``ObjectiveInputs`` that an objective reads, each with the column of ``Slates`` that it
-            is; None = training computes it. ``old`` and ``reference`` are fields of ``LogProbs``.
-        implies: further requirements that it needs itself.
-    """
-
-    need: str
-    remedy: str
-    option: str
-    fields: Mapping[str, str | None]
-    implies: frozenset[str]
-
-    def __new__(
-        cls,
-        name: str,
-        need: str,
-        remedy: str,
-        option: str,
-        fields: Mapping[str, str | None] | None = None,
-        implies: Iterable[str] = (),
-    ) -> Self:
-        """A member: a text with attributes."""
-        member = str.__new__(cls, name)
-        member._value_ = name
-        member.need, member.remedy, member.option = need, remedy, option
-        member.fields, member.implies = fields or {}, frozenset(implies)
-        return member
-
-    ADVANTAGES = (
-        "advantages",
-        "weighs by advantages",
-        "set advantage, e.g. class_path: TernaryAdvantage",
-        "advantage",
-        {"advantages": None},
-    )
-    REWARDS = "rewards", "needs rewards", "set reward, e.g. class_path: LoggedReward", "reward", {"rewards": "reward"}
-    CHOSEN = (
-        "chosen",
-        "compares a chosen item with rejected ones",
-        "set data.layout to class_path: PreferenceListLayout, or with a rollout its preference to best_vs_rest",
-        "data.layout",
-        {"chosen": "chosen"},
-    )
-    CATALOG = (
-        "catalog",
-        "reads the whole catalog, in the order of the ids",
-        "set rollout.candidates to catalog",
-        "rollout.candidates",
-    )
-    RANKS = (
-        "ranks",
-        "reads the ranks of candidates, in descending order of probability",
-        "set rollout.candidates to draws or beam",
-        "rollout.candidates",
-    )
-    PROPENSITIES = (
-        "propensities",
-        "divides by the propensities of the log, as the old policy",
-        "set old_policy to logged, or objective.init_args.ips_power to 0",
-        "old_policy",
-        None,
-        ["old"],
-    )
-    OLD = (
-        "old",
-        "weighs or clips by the ratio to an old policy, and against the current one every ratio is 1",
-        "set old_policy to snapshot, or to logged where the log has propensities; without an old policy use "
-        "class_path: Reinforce",
-        "old_policy",
-        {"old": None},
-    )
-    REFERENCE = (
-        "reference",
-        "compares the policy with a reference policy",
-        "set reference to frozen, or to snapshot with old_policy: snapshot",
-        "reference",
-        {"reference": None},
-    )
-    DIVERGENCE = (
-        "divergence",
-        "compares the policy with a reference policy, over all items",
-        "set reference to frozen, or objective.init_args.kl_kind to an estimator, e.g. k3",
-        "reference",
-        {"divergence": None},
-    )
-    ENTROPY = "entropy", "reads the entropy of the policy at its states", *_OF_POLICY, {"entropy": None}
-    VALUE = (
-        "value",
-        "needs the state values of a critic and their targets",
-        "set advantage to class_path: GAEAdvantage and objective to class_path: PPO, or without a critic "
-        "objective.init_args.value_coef to 0",
-        "advantage",
-        {"values": None, "values_old": None, "returns": None},
-    )
-    Q_VALUE = (
-        "q_value",
-        "trains a head of Q-values with a target network",
-        *_OF_POLICY,
-        {"q_values": None, "q_targets": None},
-        ["rewards"],
-    )
-    SCORE = "score", "trains a head of scores", *_OF_POLICY, {"scores": None}
-    LABELS = "labels", "learns from labels", *_OF_LABEL, {"label": "label"}
-    STEP_LABELS = "step_labels", "compares labels over the whole optimizer step", *_OF_LABEL, None, ["labels"]
-    DISLIKES = (
-        "dislikes",
-        "learns from dislikes too",
-        "if the log has such a column, name it with --columns.dislike",
-        "columns.dislike",
-        {"dislike": "dislike"},
-    )
-    GRADES = (
-        "grades",
-        "learns from the graded feedback of the log",
-        *_OF_LABEL,
-        {"grades": "grade"},
-        ["labels", "dislikes"],
-    )
-    POSITIVES = (
-        "positives",
-        "learns from positive events",
-        "prepare the log again with another --label or a lower --feedback.positive_threshold",
-        "label",
-        {"positive": "positive"},
-    )
-    BEHAVIORS = (
-        "behaviors",
-        "learns from behaviors of the log",
-        "name their columns in --behaviors of recpo prepare",
-        "behaviors",
-        {"behaviors": "behaviors"},
-    )
-
-    def missing(self, asker: object, found: str = "") -> RecpoError:
-        """The error that ``asker`` does not get it; ``found`` says what there is instead."""
-        message = f"{type(asker).__name__} {self.need}{found}: {self.remedy}"
-        return RecpoError(message, code="missing_option", field=self.option)
-
-
 class Component:
     """What objectives, advantage estimators and rewards have in common: options, and what they require and read."""
 
@@ -373,7 +215,7 @@ class Component:
 
     @property
     def requires(self) -> frozenset[str]:
-        """What it needs beyond ``logp.policy``: members of ``Requirement``, or their names.
+        """What it needs beyond ``logp.policy``: members of ``recpo.base.requirements.Requirement``, or their names.
 
         It may depend on the fields: with a KL penalty of 0, for example, no reference is scored. With ``STEP_LABELS``
         an advantage depends on the complete optimizer step (``FeedbackBatch.step_labels``).
@@ -413,13 +255,13 @@ class Objective(Component, ABC):
         return False
 
     @property
-    def reads_draws(self) -> bool | None:
+    def accepted_candidates(self) -> Literal["any", "draws", "distinct"]:
         """Which candidates of a rollout it accepts.
 
-        True: draws of the old policy, each as often as it was drawn. False: distinct candidates, independent of their
-        probability (beam, catalog). None: either.
+        draws: draws of the old policy, each as often as it was drawn. distinct: every candidate once, whatever its
+        probability (beam, catalog).
         """
-        return None
+        return "any"
 
     @property
     def zero_advantage_is_inert(self) -> bool:
@@ -480,8 +322,8 @@ class TokenAdvantageEstimator(AdvantageEstimator):
         return self.token_advantages(batch, batch.slates.item_ids.unsqueeze(-1)).squeeze(-1)
 
 
-class MadeFor(NamedTuple):
-    """The data that a reward was made for, and the only ones that it scores.
+class RewardScope(NamedTuple):
+    """The data that a reward can score: those that it was fitted or trained on.
 
     Attributes:
         catalog_checksum: of the items; None = any items.
@@ -501,13 +343,13 @@ class RewardFunction(Component, ABC):
     """Scores candidates, which come from the log or from the policy. Implementations are dataclasses."""
 
     @property
-    def made_for(self) -> tuple[MadeFor, ...]:
-        """The data that it was made for, or that every reward was which it is computed from; empty = any."""
+    def scopes(self) -> tuple[RewardScope, ...]:
+        """The data that it can score, one scope for every reward that it is computed from; empty = any data."""
         return ()
 
     @property
-    def is_of_log(self) -> bool:
-        """Whether logged slates alone determine their rewards, so that these are computed where batches are made."""
+    def needs_only_slates(self) -> bool:
+        """Whether it copies rewards from logged slates, so that they are computed where batches are made."""
         return False
 
     @abstractmethod

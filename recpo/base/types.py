@@ -23,17 +23,17 @@ _Batch = TypeVar("_Batch", bound=tuple)
 Features = FeatureColumns[Tensor]
 
 
-class EventPlaces(NamedTuple):
-    """Where the events of right-padded histories stand.
+class EventIndices(NamedTuple):
+    """The indices of the events of right-padded histories, with which a policy skips the padding.
 
     Attributes:
-        places: ``[N]`` indices into the flattened ``[B, width]``, behind those of the events some of padding, which
-            make N a multiple (``recpo.policies.blocks.event_places``); empty if skipping the padding would not be
-            faster.
-        width: the number of places of each history.
+        indices: ``[N]`` indices into the flattened ``[B, width]``: those of all events, then as many of padding as make
+            N a multiple that is fast (``recpo.policies.blocks.event_indices``). Empty if skipping the padding would not
+            be faster.
+        width: the number of columns of the histories.
     """
 
-    places: Tensor
+    indices: Tensor
     width: int
 
 
@@ -53,8 +53,8 @@ class Histories(NamedTuple):
         context: features of the requests, leading shape ``[B, H + 1]``. Row j < H is the request that showed event j;
             it is known when event j is predicted. The row at index ``lengths`` is the request that is being answered.
             Later rows are missing.
-        places: of the events that the policy's blocks read, counted on the CPU; None = they are counted where they are
-            needed.
+        event_indices: of the events that the policy's blocks read, computed on the CPU; None = the policy computes
+            them.
     """
 
     item_ids: Tensor
@@ -64,7 +64,7 @@ class Histories(NamedTuple):
     behaviors: Tensor | None = None
     user: Features | None = None
     context: Features | None = None
-    places: EventPlaces | None = None
+    event_indices: EventIndices | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Histories:
         """Applies ``change`` to every tensor, for example to move it to a device or to select rows."""
@@ -174,16 +174,16 @@ class ScoringPlan(NamedTuple):
         positions: ``[P]`` their indices in the flattened ``[B, S]``.
         rows: ``[R]`` the states that they need, indices into the flattened ``[B, H + 1]``.
         state_index: ``[P]`` the index of each position's state in ``rows``; None if every position has its own state.
-        surplus: ``positions`` may contain others than the needed ones; their values are dropped.
-        most: the largest number of needed positions of a context; None = not counted.
+        has_extra_positions: ``positions`` may contain positions that are not needed; their values are dropped.
+        max_per_context: the largest number of needed positions of a context; None = not counted.
     """
 
     needed: Tensor
     positions: Tensor
     rows: Tensor
     state_index: Tensor | None
-    surplus: bool = False
-    most: int | None = None
+    has_extra_positions: bool = False
+    max_per_context: int | None = None
 
     @property
     def states(self) -> Tensor:
@@ -191,37 +191,39 @@ class ScoringPlan(NamedTuple):
         return torch.arange(len(self.rows), device=self.rows.device) if self.state_index is None else self.state_index
 
 
-class Continuations(NamedTuple):
-    """What follows the positions of slates in the order of time.
+class NextRequests(NamedTuple):
+    """The next request after every position of slates, in the order of time.
 
     Attributes:
-        following: ``[B, S]`` int64, ``visible`` of the next request; 0 where there is none.
-        ends: ``[B, S]`` bool, True where there is none, and at masked positions.
-        positions: ``[N]`` the other positions, as indices in the flattened ``[B, S]``.
+        next_visible: ``[B, S]`` int64, ``visible`` of the next request; 0 if there is none.
+        is_last: ``[B, S]`` bool, True if there is no next request, and at masked positions.
+        positions: ``[N]`` positions with a next request, as indices in the flattened ``[B, S]``.
     """
 
-    following: Tensor
-    ends: Tensor
+    next_visible: Tensor
+    is_last: Tensor
     positions: Tensor
 
 
 class BatchPlan(NamedTuple):
-    """Counts that a training step would otherwise have to wait for its device for (``recpo.training.planning``).
+    """What depends on counts, computed on the CPU so that a training step never waits for its device.
+
+    See ``recpo.training.planning``.
 
     Attributes:
         scored: the positions to score; None = they depend on values that the device computes.
         advantages: ``[B, S]`` of the logged slates; None = they depend on values that the device computes.
         contexts: the context numbers that seed a rollout, as integers, which stay on the CPU; None = not planned.
-        among: where the device decides which positions to score, those among which it does: all real ones, and the
-            places of hard negatives behind them.
-        continuations: of the logged slates, for Q-learning; None = not planned.
+        scorable: all positions that may be scored, if the device decides which are: real ones, and those of hard
+            negatives after them.
+        next_requests: of the logged slates, for Q-learning; None = not planned.
     """
 
     scored: ScoringPlan | None = None
     advantages: Tensor | None = None
     contexts: tuple[int, ...] | None = None
-    among: ScoringPlan | None = None
-    continuations: Continuations | None = None
+    scorable: ScoringPlan | None = None
+    next_requests: NextRequests | None = None
 
 
 class FeedbackBatch(NamedTuple):
@@ -237,10 +239,10 @@ class FeedbackBatch(NamedTuple):
         known_positives: ``[B, M]`` int64, items that the user is known to like and that must not become negatives,
             padded with 0; present only if the policy adds hard negatives.
         user_ids: ``[B]`` int64, the users of the contexts: rows of the prepared ``users.parquet``.
-        plan: counts that were made on the CPU; None = none. It belongs to these slates: code that replaces them must
+        plan: computed on the CPU; None = not planned. It is valid for these slates only: code that replaces them must
             set it to None.
-        following: the later micro-batches of this rank's optimizer step, on the first one, for statistics of the step
-            that must be known before its first loss (whitened advantages). Empty = none, or nobody reads them.
+        later_micro_batches: on the first micro-batch of an optimizer step, the others of this rank, for statistics of
+            the step that its first loss needs (whitened advantages). Empty = there are none, or nothing needs them.
     """
 
     histories: Histories
@@ -250,7 +252,7 @@ class FeedbackBatch(NamedTuple):
     known_positives: Tensor | None = None
     user_ids: Tensor | None = None
     plan: BatchPlan | None = None
-    following: tuple[FeedbackBatch, ...] = ()
+    later_micro_batches: tuple[FeedbackBatch, ...] = ()
 
 
 class SlateTraits(NamedTuple):
@@ -388,7 +390,7 @@ class SamplingOptions(NamedTuple):
 
 
 def on_device(batch: _Batch, device: torch.device) -> _Batch:
-    """A batch, or any part of one, with its tensors on a device; a copy from pinned memory does not wait."""
-    waits = device.type in ("cpu", "mps")  # as in Lightning: what does not wait there could be read before its end
-    moved: _Batch = apply_to_collection(batch, Tensor, lambda one: one.to(device, non_blocking=not waits))
+    """A batch, or any part of one, with its tensors on a device; copies from pinned memory are asynchronous."""
+    is_blocking = device.type in ("cpu", "mps")  # as in Lightning: there, a copy could be read before it is complete
+    moved: _Batch = apply_to_collection(batch, Tensor, lambda one: one.to(device, non_blocking=not is_blocking))
     return moved

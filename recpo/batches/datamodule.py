@@ -75,7 +75,7 @@ class Contents:
     Attributes:
         reads: columns of the prepared data.
         step_labels: whether batches carry the labels of their whole optimizer step (``FeedbackBatch.step_labels``).
-        whole_steps: whether the first micro-batch of a step carries the others (``FeedbackBatch.following``).
+        whole_steps: whether the first micro-batch of a step carries the others (``FeedbackBatch.later_micro_batches``).
         planner: adds to every batch the counts for which a training step would otherwise wait for its device
             (``FeedbackBatch.plan``).
     """
@@ -227,7 +227,7 @@ class TrainBatches(IterableDataset[FeedbackBatch]):
                     batch = self._gathered(planned, labels)
                     if self._contents.whole_steps and (place == 0 or local == start):
                         others = (self._gathered(other, labels) for other in own[place + 1 :])
-                        batch = batch._replace(following=tuple(others))
+                        batch = batch._replace(later_micro_batches=tuple(others))
                     yield batch
 
     def _gathered(self, planned: _Planned, step_labels: Tensor | None) -> FeedbackBatch:

@@ -26,13 +26,13 @@ from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, catalog_slates
 from recpo.evaluation.candidates import Candidates, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
+from recpo.evaluation.cautions import similar_lists_warning
 from recpo.evaluation.estimates import as_json, estimate, percentile_interval, resampled
 from recpo.evaluation.held_out_pass import PassOptions, held_out_batches
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, propensity_share
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
-from recpo.evaluation.reading import alike
 from recpo.evaluation.true_rewards import TrueRewards, true_rewards
 from recpo.log.prepared import Prepared
 from recpo.rewards.rewards import LoggedReward
@@ -421,7 +421,7 @@ class RewardComparison:
             scale, shift = fit_line(valid.score[:, _GRADE], valid.target[:, _GRADE])
             shown = {group: selected(test, which) for group, which in groups(test.is_random) if which.any()}
             seen = {of: lists[of] for of in ("users", "coverage", "overlap")}
-            caution = alike(name, k=self.k, items=num_candidates, **seen)
+            caution = similar_lists_warning(name, k=self.k, items=num_candidates, **seen)
             notes += [] if caution is None else [caution]
             found[name] = {
                 "kind": type(compared.reward).__name__,

@@ -2,7 +2,8 @@
 
 A trained policy ships only if it beats the strongest baseline beyond doubt: by a paired difference on the same users,
 corrected for the number of policies that were compared. Otherwise the baseline ships. The criterion has the power to
-tell two contenders apart; estimated reward says which baseline is the strongest, and which of several policies ships.
+tell two contenders apart; estimated reward says which baseline is the strongest, and which of several policies ships,
+and it is the second test, where the criterion cannot tell.
 """
 
 import math
@@ -25,6 +26,8 @@ CRITERIA: Final = {
     "user was never shown (.4)",
     "NDCG": "how high the lists have what users chose: too few users have both a positive and another exposure",
 }
+#: What is tested where the criterion cannot tell: see ``reward_of``.
+REWARD: Final = "estimated reward"
 _LEAST_USERS: Final = 30
 #: A mean above so many half-widths is above 0 by a one-sided test at 5 %.
 _BEYOND_DOUBT: Final = 1.6448536269514722 / Z95
@@ -75,8 +78,9 @@ class Choice(NamedTuple):
         name: the contender that ships.
         strongest_baseline: the baseline with the highest estimated reward, or, if none is known, the best value.
         policy: the policy that may ship (``choose``); None = there is none.
-        gain: paired difference of that policy to the strongest baseline, weighted by precision; None = there is no
-            policy.
+        measure: by which it passed its test, the criterion or ``REWARD``; the criterion if it did not.
+        gain: paired difference of that policy to the strongest baseline; of an AUC, weighted by precision. None = there
+            is no policy.
         p_value: one-sided, corrected for the number of policies; None = there is no policy.
         reason: the sentence for people.
         standings: all contenders, best first.
@@ -85,6 +89,7 @@ class Choice(NamedTuple):
     name: str
     strongest_baseline: str
     policy: str | None
+    measure: str
     gain: Estimate | None
     p_value: float | None
     reason: str
@@ -131,19 +136,40 @@ def leaderboard(measured: Sequence[Evaluated], criterion: str, k: int) -> tuple[
     return tuple(rows)
 
 
+class _Test(NamedTuple):
+    """Policies against the strongest baseline by one measure.
+
+    Attributes:
+        measure: the criterion or ``REWARD``.
+        over: of whom the differences are means, in words.
+        gains: mean paired difference of each policy.
+        p_values: one-sided, corrected for the number of policies.
+    """
+
+    measure: str
+    over: str
+    gains: Sequence[Estimate]
+    p_values: Sequence[float]
+
+
 def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     """The contender that ships: a policy that beats the strongest baseline beyond doubt, or else that baseline.
 
     "Beyond doubt": the one-sided p-value of the paired difference, corrected for the number of policies
-    (``adjusted_p_values``), is at most 5 %. In this difference, users weigh by the precision of their AUC
-    (``auc_precision``): a user with one pair of items says much less than one with fifty.
+    (``adjusted_p_values``), is at most 5 %. There are two tests, so at most one of ten decisions is an accident:
 
-    ``AUC_mixed`` has the power to tell a policy from a baseline, but it also rewards what was likely to be shown, and
-    weighs all ranks alike. So the strongest baseline is the one with the highest estimated reward (``reward_of``), and
-    of the policies that pass, the one with the highest estimated reward ships: it is noisier, and it estimates what
-    people gain. Where no reward is known, both are the best ones by the criterion. ``NDCG@k`` with known rewards, where
-    hardly a user has both a positive and another exposure, rewards the imitation of the log, and lists that people like
-    less may have more of it: a policy must also have an estimated reward that is not below that of the baseline.
+    1. The criterion. Users weigh by the precision of their AUC (``auc_precision``): a user with one pair of items says
+       much less than one with fifty.
+    2. Where no policy passes, and rewards are known: estimated reward (``reward_of``), for policies that are not below
+       the baseline by the criterion beyond doubt. An AUC weighs all ranks alike, so it may not tell who knows the best
+       items from who knows all the others as well.
+
+    ``AUC_mixed`` has the power to tell a policy from a baseline, but it also rewards what was likely to be shown. So
+    the strongest baseline is the one with the highest estimated reward, and of the policies that pass, the one with the
+    highest estimated reward ships: it is noisier, and it estimates what people gain. Where no reward is known, both are
+    the best ones by the criterion. ``NDCG@k`` with known rewards, where hardly a user has both a positive and another
+    exposure, rewards the imitation of the log, and lists that people like less may have more of it: a policy must also
+    have an estimated reward that is not below that of the baseline.
 
     Args:
         measured: the contenders on the same users.
@@ -164,34 +190,53 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
         return or_least(row.reward if by_reward else row.value)
 
     best = max(baselines, key=worth)
-    strongest = best.name
     if not policies:
-        reason = f"no policy was trained, so the strongest baseline, {strongest}, ships"
-        return Choice(strongest, strongest, None, None, None, reason, standings)
-    strong = by_name[strongest].result
-    weights, names = strong.precision.get(criterion), [row.name for row in policies]
-    gains = torch.stack([by_name[name].result.differences(strong, criterion) for name in names], 1)
-    p_values = dict(zip(names, adjusted_p_values(gains, weights), strict=True))
+        reason = f"no policy was trained, so the strongest baseline, {best.name}, ships"
+        return Choice(best.name, best.name, None, criterion, None, None, reason, standings)
+    tests = _tests([by_name[row.name] for row in policies], by_name[best.name], criterion, k)
     least = worth(best) if by_reward and criterion != CRITERION else -math.inf
-    sure = [row for row in policies if p_values[row.name] <= LEVEL and worth(row) >= least]
-    chosen = max(sure or policies[:1], key=worth)
-    gain, p_value = estimate(gains[:, names.index(chosen.name)], weights), p_values[chosen.name]
-    baseline = f"the strongest baseline{' by estimated reward' if strongest != baselines[0].name else ''}, {strongest},"
-    known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {criterion} over {gain.n:,} users".replace("-", "\u2212")
-    known += "" if weights is None else ", weighted by precision"
-    known += f" (p = {p_value:.2g}"
+    allowed = [place for place, row in enumerate(policies) if worth(row) >= least]
+    passed = [[place for place in allowed if test.p_values[place] <= LEVEL] for test in tests]
+    test, sure = next((both for both in zip(tests, passed, strict=True) if both[1]), (tests[0], []))
+    place = max(sure or [0], key=lambda one: worth(policies[one]))
+    policy, gain, p_value = policies[place], test.gains[place], test.p_values[place]
+    by = "" if best is baselines[0] else " by estimated reward"
+    baseline = f"the strongest baseline{by}, {best.name},"
+    known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {test.measure} over {gain.n:,} {test.over} (p = {p_value:.2g}"
+    known = known.replace("-", "\u2212")
     known += ")" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies)"
     if sure:
-        told = by_reward and len(sure) > 1 and math.isfinite(chosen.reward)
+        told = by_reward and len(sure) > 1 and math.isfinite(policy.reward)
         why = f", of {len(sure)} policies the one with the highest estimated reward," if told else ""
-        reason = f"{chosen.name}{why} beats {baseline} by {known}"
+        unless = "" if test is tests[0] else f", where {criterion} cannot tell"
+        reason = f"{policy.name}{why} beats {baseline} by {known}{unless}"
     else:
-        less = p_value <= LEVEL and worth(chosen) < least
-        beyond = " without a lower estimated reward" if less else " beyond doubt"
-        reason = f"no policy beats {baseline}{beyond}: {chosen.name}, the best one, differs by {known}"
+        beyond = " beyond doubt" if place in allowed or p_value > LEVEL else " without a lower estimated reward"
+        reason = f"no policy beats {baseline}{beyond}: {policy.name}, the best one, differs by {known}"
         reason += ", so the baseline ships"
-    ships = chosen.name if sure else strongest
-    return Choice(ships, strongest, chosen.name, gain, p_value, reason, standings)
+    ships = policy.name if sure else best.name
+    return Choice(ships, best.name, policy.name, test.measure, gain, p_value, reason, standings)
+
+
+def _tests(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str, k: int) -> list[_Test]:
+    """The tests of ``choose``, in their order."""
+    by_user = [(criterion, [one.result.differences(baseline.result, criterion) for one in policies])]
+    weights = {criterion: baseline.result.precision.get(criterion)}
+    values = [one.value for one in policies if one.value is not None]
+    if baseline.value is not None and len(values) == len(policies):
+        target = DISCOUNTED.format(k=k)
+        by_user.append((REWARD, [torch.from_numpy(one.gains(baseline.value, target)) for one in values]))
+    found = list[_Test]()
+    for measure, columns in by_user:
+        joined, of_users = torch.stack([*columns], 1), weights.get(measure)
+        p_values = adjusted_p_values(joined, of_users)
+        gains = [estimate(column, of_users) for column in columns]
+        if found:  # what is surely below by the criterion does not pass
+            lost = [one.mean < -_BEYOND_DOUBT * one.half_width for one in found[0].gains]
+            p_values = [1.0 if below else one for below, one in zip(lost, p_values, strict=True)]
+        over = "users" if of_users is None else "users, weighted by precision"
+        found.append(_Test(measure, over, gains, p_values))
+    return found
 
 
 def reward_of(one: Evaluated, k: int) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from recpo import __version__
 from recpo.base.feedback import UNKNOWN_BUCKET
 from recpo.evaluation import Z95
 from recpo.evaluation.catalog_ranking import RankingResult
+from recpo.evaluation.cautions import cautions
 from recpo.evaluation.estimates import LEVEL, Estimate, as_json, estimate, holm, p_value, percentile_interval
 from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass
 from recpo.evaluation.off_policy.results import (
@@ -23,7 +24,7 @@ from recpo.evaluation.off_policy.results import (
     influence,
     standard_error,
 )
-from recpo.evaluation.reading import TRUE_REWARD, Document, cautions
+from recpo.evaluation.reading import TRUE_REWARD, Document
 from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.log.prepared import Period, Prepared
 from recpo.log.schema import PERIODS, Derived, LogColumns

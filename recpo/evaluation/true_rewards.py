@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import MadeFor, RewardFunction
+from recpo.base.contracts import RewardFunction, RewardScope
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
 from recpo.evaluation.baselines import by_place
@@ -130,10 +130,10 @@ class TrueReward(RewardFunction):
     prepared: str | Path
 
     @property
-    def made_for(self) -> tuple[MadeFor, ...]:
-        """See ``RewardFunction.made_for``."""
+    def scopes(self) -> tuple[RewardScope, ...]:
+        """See ``RewardFunction.scopes``."""
         data = Prepared.open(self.prepared)
-        return (MadeFor(data.catalog_checksum, data.users_checksum),)
+        return (RewardScope(data.catalog_checksum, data.users_checksum),)
 
     @cached_property
     def _known(self) -> TrueRewards:

@@ -361,3 +361,43 @@ def _means(points: Tensor, code: Tensor, distance: Tensor, centroids: Tensor) ->
     empty = (counts == 0).nonzero().squeeze(1)[: len(points)]
     means[empty] = points[distance.argsort(descending=True, stable=True)[: len(empty)]]
     return means
+
+
+def level_statistics(codes: Tensor, codebook_sizes: tuple[int, ...]) -> list[dict[str, float]]:
+    """Distribution of the codes over the items, for every level of ``codes [V, T]``.
+
+    ``codebook_size`` K; ``utilization``, the share of the K codes with at least one item; ``entropy``
+    ``H = -sum p log p`` in nats; ``perplexity`` ``exp(H)``, at most K, the number of equally frequent codes with the
+    same entropy; ``largest``, the share p of the most frequent code.
+    """
+    levels = []
+    for code, size in zip(codes.T, codebook_sizes, strict=True):
+        share = torch.bincount(code, minlength=size).double() / len(codes)
+        entropy = torch.special.entr(share).sum()
+        levels.append(
+            {
+                "codebook_size": size,
+                "utilization": float((share > 0).double().mean()),
+                "entropy": float(entropy),
+                "perplexity": float(entropy.exp()),
+                "largest": float(share.max()),
+            }
+        )
+    return levels
+
+
+def reconstruction_errors(points: Tensor, codebooks: Codebooks, codes: Tensor) -> list[float]:
+    """Mean squared error after 1, 2, .. T levels, divided by the variance of the points (1 = no better than the mean).
+
+    Args:
+        points: ``[n, d]`` normalized vectors.
+        codebooks: T levels.
+        codes: ``[n, T]``.
+    """
+    variance = float(torch.var(points, 0, correction=0).double().sum())
+    residual, errors = points.clone(), []
+    for centroids, code in zip(codebooks.centroids, codes.T, strict=True):
+        subtract(residual, centroids, code)
+        error = float(residual.square().sum(1).double().mean())
+        errors.append(error / variance if variance > 0 else 0.0)
+    return errors

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import AdvantageEstimator, Requirement, TokenAdvantageEstimator
+from recpo.base.contracts import AdvantageEstimator, TokenAdvantageEstimator
 from recpo.base.errors import ClosedUnitInterval, OpenUnitInterval, RecpoError, validate_range
+from recpo.base.requirements import Requirement
 from recpo.base.types import FeedbackBatch
 from recpo.ops.reduce import check_same_shape, zero_masked
 
@@ -20,12 +21,12 @@ EPS = 1e-8
 """Added to the standard deviation, so that equal advantages give 0."""
 
 ROUNDING = 1e-6
-"""A mean below this share of the root mean square is rounding, and counts as 0: so advantages that are centered within
-their groups keep the exact 0 of groups of equal rewards."""
+"""A mean below this share of the root mean square counts as 0, because it is a rounding error: advantages of groups
+with equal rewards, which are exactly 0, then stay 0 when they are whitened."""
 
 
 def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Number, sum and sum of squares of the kept advantages, ``[3]`` float64. Those of the parts of a step add up.
+    """Number, sum and sum of squares of the kept advantages, ``[3]`` float64. Add them up over the parts of a step.
 
     Args:
         advantages: any shape.
@@ -45,11 +46,11 @@ def whitened_advantage(advantages: Tensor, mask: Tensor, sums: Tensor | None = N
     Args:
         advantages: any shape.
         mask: same shape, True keeps.
-        sums: ``whitening_sums`` of the whole step, if these advantages are only a part of it; None = they are all.
+        sums: ``whitening_sums`` of the whole step; None = these advantages are the whole step.
 
     Returns:
-        Same shape and dtype, without gradient; 0 at masked positions. A step with fewer than two kept positions stays
-        as it is.
+        Same shape and dtype, without gradient; 0 at masked positions. Not changed if fewer than two positions are
+        kept.
 
     Raises:
         RecpoError: shapes that differ.
@@ -57,10 +58,10 @@ def whitened_advantage(advantages: Tensor, mask: Tensor, sums: Tensor | None = N
     count, total, squares = (whitening_sums(advantages, mask) if sums is None else sums).unbind()
     mean, mean_square = total / count.clamp(min=1), squares / count.clamp(min=1)
     mean = torch.where(mean.abs() < ROUNDING * mean_square.sqrt(), 0.0, mean)
-    deviation = (mean_square - mean.square()).clamp(min=0).sqrt()
+    std = (mean_square - mean.square()).clamp(min=0).sqrt()
     kept = zero_masked(advantages.detach(), mask)
-    white = ((kept.double() - mean) / (deviation + EPS)).to(kept.dtype)
-    return torch.where(count < 2, kept, zero_masked(white, mask))
+    whitened = ((kept.double() - mean) / (std + EPS)).to(kept.dtype)
+    return torch.where(count < 2, kept, zero_masked(whitened, mask))
 
 
 def kept_mask(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -69,7 +70,11 @@ def kept_mask(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def rewards_of(batch: FeedbackBatch, estimator: object) -> Tensor:
-    """The rewards ``[B, S]`` that ``estimator`` reads.
+    """The rewards ``[B, S]`` of the batch.
+
+    Args:
+        batch: the slates.
+        estimator: named in the error.
 
     Raises:
         RecpoError: no reward is configured.
@@ -80,7 +85,7 @@ def rewards_of(batch: FeedbackBatch, estimator: object) -> Tensor:
 
 
 def _column_of(batch: FeedbackBatch, name: str, estimator: object) -> Tensor:
-    """A column of the slates that comes with a prepared log."""
+    """A column of the slates that is read from prepared data; ``estimator`` is named in the error."""
     column: Tensor | None = getattr(batch.slates, name)
     if column is None:
         raise RecpoError(
@@ -109,14 +114,14 @@ def group_normalized_advantage(
     kept = kept_mask(rewards, mask)
     rewards = zero_masked(rewards.detach(), kept)
     size = kept.sum(-1, keepdim=True)
-    deviation = zero_masked(rewards - rewards.sum(-1, keepdim=True) / size.clamp(min=1), kept)
-    top = rewards.masked_fill(~kept, -torch.inf).amax(-1, keepdim=True)
-    constant = top <= rewards.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)  # or there is at most one
-    deviation = deviation.masked_fill(constant, 0.0)
+    centered = zero_masked(rewards - rewards.sum(-1, keepdim=True) / size.clamp(min=1), kept)
+    highest = rewards.masked_fill(~kept, -torch.inf).amax(-1, keepdim=True)
+    lowest = rewards.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+    centered = centered.masked_fill(highest <= lowest, 0.0)  # equal rewards; the highest is -inf if none is kept
     if not scale:
-        return deviation
-    variance = deviation.square().sum(-1, keepdim=True) / (size - int(unbiased)).clamp(min=1)
-    return deviation / (variance.sqrt() + eps)
+        return centered
+    variance = centered.square().sum(-1, keepdim=True) / (size - int(unbiased)).clamp(min=1)
+    return centered / (variance.sqrt() + eps)
 
 
 def leave_one_out_advantage(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -129,10 +134,10 @@ def leave_one_out_advantage(rewards: Tensor, mask: Tensor | None = None) -> Tens
     Returns:
         ``[..., S]``; exactly 0 for a group of one or of equal rewards.
     """
-    deviation = group_normalized_advantage(rewards, mask, scale=False)
+    centered = group_normalized_advantage(rewards, mask, scale=False)
     size = kept_mask(rewards, mask).sum(-1, keepdim=True)
     # r_i - (sum - r_i) / (n - 1) = (r_i - mean) n / (n - 1)
-    return deviation * size / (size - 1).clamp(min=1)
+    return centered * size / (size - 1).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -193,11 +198,11 @@ def graded_advantage(grade: Tensor, mask: Tensor | None = None, *, baseline: flo
 class GradedAdvantage(AdvantageEstimator):
     """Grade of the feedback minus a baseline, in [-1, 1] (see ``graded_advantage``).
 
-    All known feedback counts: a dislike has the grade 0, and other events have the grade of their watch time.
-    Unknown feedback has the advantage 0.
+    A dislike has the grade 0, and other events have the grade of their feedback level, such as a watch time. Unknown
+    feedback has the advantage 0.
 
     Attributes:
-        baseline: a constant grade in [0, 1]; none = the mean of the slate. Over ``SequenceLayout`` that is about the
+        baseline: a constant grade in [0, 1]; null = the mean of the slate. Over ``SequenceLayout`` that is about the
             mean of the user, so that generous users do not outweigh others.
     """
 
@@ -210,16 +215,16 @@ class GradedAdvantage(AdvantageEstimator):
         return graded_advantage(_column_of(batch, "grade", self), batch.slates.mask, baseline=self.baseline)
 
 
-# A rank (1 - fraction) * (n - 1) that misses a whole number by rounding alone is that number: 0.3 of 11 events is 4.
 _RANK_ROUNDING = 1e-9
+"""A rank this close to a whole number is that number, so that the best 0.3 of 11 labels are the 4 from rank 7 on."""
 
 
 def share_threshold(label: Tensor, positive_fraction: float = 0.25) -> Tensor:
-    """The threshold from which on the best ``positive_fraction`` of the labels lie: ``label >= threshold``.
+    """The threshold that the best ``positive_fraction`` of the labels reach: ``label >= threshold``.
 
-    It is their ``1 - positive_fraction`` quantile with linear interpolation, over all non-nan entries of the tensor,
-    computed from order statistics, since ``torch.quantile`` takes no more than 2^24 values. If a larger share ties at
-    the maximum, the threshold is the maximum, and all the tied ones are positive.
+    It is their ``1 - positive_fraction`` quantile with linear interpolation, over all entries that are not nan. It is
+    computed from order statistics, because ``torch.quantile`` accepts at most 2^24 values. If a larger share of the
+    labels equals the maximum, the threshold is the maximum, and all of these are positive.
 
     Args:
         label: any shape; nan = missing.
@@ -258,10 +263,10 @@ def ternary_advantage(
 
     Args:
         label: ``[B, S]`` in [0, 1]; nan = missing: left out of the threshold.
-        dislike: ``[B, S]`` bool; None = no dislikes were recorded. Padding is the business of the slate mask.
-        positive_fraction: without ``threshold``, the share of the batch that counts as well watched. Take the
-            threshold over the whole optimizer step (``share_threshold``) before splitting it into micro-batches.
-        threshold: a fixed threshold instead of the batch's.
+        dislike: ``[B, S]`` bool; None = no dislikes were recorded. The caller masks padding.
+        positive_fraction: without ``threshold``, the share of the labels that counts as well watched. For a step of
+            several micro-batches, pass the ``share_threshold`` of all their labels as ``threshold``.
+        threshold: None = ``share_threshold`` of these labels.
 
     Returns:
         ``[B, S]`` of -1, 0 and 1 in the dtype of ``label``.
@@ -272,10 +277,11 @@ def ternary_advantage(
     if isinstance(threshold, Tensor):
         # A 0-dim tensor does not promote: the comparison would round the threshold to the dtype of the labels.
         value = value.to(torch.promote_types(value.dtype, threshold.dtype))
-    return _signs((value >= threshold) & (value > 0), dislike, label.dtype)
+    return _plus_minus_one((value >= threshold) & (value > 0), dislike, label.dtype)
 
 
-def _signs(positive: Tensor, dislike: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _plus_minus_one(positive: Tensor, dislike: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """-1 if disliked, else +1 if positive, else 0."""
     advantage = positive.to(dtype)
     return advantage if dislike is None else advantage.masked_fill(dislike.bool(), -1.0)
 
@@ -286,7 +292,7 @@ class TernaryAdvantage(AdvantageEstimator):
 
     Attributes:
         positive_fraction: share of the optimizer step's labels that counts as positive, as in the paper (see
-            ``ternary_advantage``); none = what the prepared log defines as positive (``Slates.positive``).
+            ``ternary_advantage``); null = the prepared data define which events are positive (``Slates.positive``).
     """
 
     positive_fraction: OpenUnitInterval | None = None
@@ -302,7 +308,7 @@ class TernaryAdvantage(AdvantageEstimator):
         slates = batch.slates
         if self.positive_fraction is None:
             positive = _column_of(batch, "positive", self)
-            return zero_masked(_signs(positive, slates.dislike, torch.float32), slates.mask)
+            return zero_masked(_plus_minus_one(positive, slates.dislike, torch.float32), slates.mask)
         label = _column_of(batch, "label", self).masked_fill(~slates.mask, torch.nan)
         step = label if batch.step_labels is None else batch.step_labels
         threshold = share_threshold(step, self.positive_fraction)
@@ -318,17 +324,17 @@ def reward_gate(
     max_hit_share: float = 0.5,
     min_separation: float = 0.75,
 ) -> Tensor:
-    """Groups whose reward is used: the policy is unsure, and the reward discriminates.
+    """Groups to learn from: the policy rarely draws the liked items, and the reward ranks them higher.
 
-    - The policy is unsure: at most ``max_hit_share`` of its draws are items that the user liked in the log.
-    - The reward discriminates: of all pairs of a liked item and another draw, the share in which the liked item has the
-      higher reward (a tie counts half) is at least ``min_separation``.
+    - At most ``max_hit_share`` of the policy's draws are items that the user liked in the log.
+    - Of all pairs of a liked item and another draw, the share in which the liked item has the higher reward (a tie
+      counts half) is at least ``min_separation``.
 
     Args:
         rewards: ``[..., S]``.
         item_ids: ``[..., S]``.
         liked: ``[..., S]`` bool, logged items of the group that the user likes.
-        drawn: ``[..., S]`` bool, kept draws of the policy.
+        drawn: ``[..., S]`` bool, draws of the policy that are not masked.
         max_hit_share: in [0, 1].
         min_separation: in [0, 1].
 
@@ -360,7 +366,7 @@ class GatedAdvantage(AdvantageEstimator):
     the likelihood of the log, set ``anchor_coef``.
 
     Attributes:
-        estimator: the estimator whose advantages pass.
+        estimator: the estimator of the advantages.
         max_hit_share: largest share of draws that are liked items.
         min_separation: smallest share of pairs (a liked item, another draw) that the reward orders correctly; .5 =
             chance.
@@ -374,8 +380,8 @@ class GatedAdvantage(AdvantageEstimator):
         super().__post_init__()
         if self.estimator.whiten:
             raise RecpoError(
-                "GatedAdvantage.estimator must not whiten, because only the advantages that pass are learned from: set "
-                "whiten of GatedAdvantage itself",
+                "GatedAdvantage.estimator must not whiten, because its advantages are used in some groups only: set "
+                "whiten of GatedAdvantage instead",
                 code="conflicting_options",
                 field="GatedAdvantage.estimator",
             )
@@ -390,8 +396,8 @@ class GatedAdvantage(AdvantageEstimator):
         slates = batch.slates
         if slates.is_logged is None or slates.positive is None:
             raise RecpoError(
-                "GatedAdvantage compares draws with what the log shows, and this batch does not say which is which: "
-                "set rollout with logged_share above 0",
+                "GatedAdvantage compares draws with logged items, and this batch does not tell them apart: set rollout "
+                "with logged_share above 0",
                 code="missing_option",
                 field="rollout.logged_share",
             )
@@ -427,9 +433,9 @@ def prefix_group_advantage(
         rewards: ``[..., S]``.
         tokens: ``[..., S, T]``.
         mask: ``[..., S]``, True keeps; masked candidates leave every group.
-        min_group: candidates that a prefix needs, 2 at least.
+        min_group: number of candidates that a prefix needs; at least 2.
         scale: divide by the standard deviation of the whole group.
-        eps: added to that.
+        eps: added to the standard deviation.
 
     Returns:
         ``[..., S, T]``; 0 at masked candidates and throughout a group of equal rewards. Memory: ``S * S * T`` flags.
@@ -440,10 +446,12 @@ def prefix_group_advantage(
     check_same_shape(rewards=rewards, items=tokens[..., 0], mask=mask)
     kept = kept_mask(rewards, mask)
     rewards = zero_masked(rewards.detach(), kept)
-    alike = (tokens.unsqueeze(-2) == tokens.unsqueeze(-3)).cumprod(-1).bool()  # [..., S, S, T]: the first t + 1 tokens
-    alike = torch.cat([torch.ones_like(alike[..., :1]), alike[..., :-1]], -1) & kept[..., None, :, None]
-    size = alike.sum(-2)
-    mean = (alike * rewards[..., None, :, None]).sum(-2) / size.clamp(min=1)
+    # [..., S, S, T]: candidates with the same first t + 1 tokens, then with the same first t
+    same_prefix = (tokens.unsqueeze(-2) == tokens.unsqueeze(-3)).cumprod(-1).bool()
+    same_prefix = torch.cat([torch.ones_like(same_prefix[..., :1]), same_prefix[..., :-1]], -1)
+    same_prefix &= kept[..., None, :, None]
+    size = same_prefix.sum(-2)
+    mean = (same_prefix * rewards[..., None, :, None]).sum(-2) / size.clamp(min=1)
     baseline = [mean[..., 0]]
     for t in range(1, tokens.shape[-1]):
         baseline.append(torch.where(size[..., t] >= min_group, mean[..., t], baseline[-1]))
@@ -464,7 +472,7 @@ class PrefixGroupAdvantage(TokenAdvantageEstimator):
     the whole item at every token instead of exact matches of single tokens; see ``prefix_group_advantage``.
 
     Attributes:
-        min_group: candidates that must share a prefix for its mean to be a baseline; fewer: a shorter prefix.
+        min_group: number of candidates that must share a prefix; otherwise a shorter prefix gives the baseline.
         scale: divide by the group's standard deviation.
         eps: added to the standard deviation.
     """

@@ -1,4 +1,4 @@
-"""What the objectives share: checks of their inputs, and health metrics.
+"""Checks of the inputs of objectives, and the health metrics that objectives log.
 
 Health metrics are detached scalar tensors, computed over the kept entries.
 """
@@ -6,21 +6,26 @@ Health metrics are detached scalar tensors, computed over the kept entries.
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Requirement
 from recpo.base.errors import RecpoError
+from recpo.base.requirements import Requirement
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.ops.reduce import check_same_shape, zero_masked
 from recpo.ops.surrogate import guarded_ratio
 
 ROUNDING = 0.01
-"""A log-softmax may exceed 0 by rounding: 2^-7 in bfloat16. A larger value is not a log-probability."""
+"""Largest value of a log-softmax, which exceeds 0 by rounding: 2^-7 in bfloat16."""
 
 
 def required(inputs: ObjectiveInputs, name: str, objective: object) -> Tensor:
     """The field ``name`` of the inputs or of their log-probabilities.
 
+    Args:
+        inputs: the inputs.
+        name: the field.
+        objective: named in the error.
+
     Raises:
-        RecpoError: it is None: the objective does not require it, or training did not supply it.
+        RecpoError: the field is None, because the objective does not require it or training did not supply it.
     """
     value: Tensor | None = getattr(inputs.logp if name in LogProbs._fields else inputs, name)
     if value is None:
@@ -31,14 +36,13 @@ def required(inputs: ObjectiveInputs, name: str, objective: object) -> Tensor:
 
 @torch.no_grad()
 def validate_log_probs(logp: LogProbs, objective: object) -> None:
-    """Rejects logits or probabilities given as log-probabilities.
+    """Raises if a policy returned logits or probabilities instead of log-probabilities.
 
-    Shapes are always checked. Values are checked only on a CPU, where this costs a thousandth of a step; on another
-    device the check would have to wait for pending computation. A compiled step does not branch on values.
+    Shapes are always checked. Values are checked only on a CPU, where this costs a thousandth of a step: an accelerator
+    would have to finish its pending work first, and a compiled step cannot branch on values.
 
     Raises:
-        RecpoError: a kept log-probability is above 0.
-        RecpoError: shapes that differ.
+        RecpoError: a kept log-probability is above 0, or shapes differ.
     """
     check_same_shape(policy=logp.policy, mask=logp.mask, old=logp.old, reference=logp.reference)
     if logp.policy.device.type != "cpu" or torch.compiler.is_compiling():
@@ -47,8 +51,8 @@ def validate_log_probs(logp: LogProbs, objective: object) -> None:
         if values is not None and ((values > ROUNDING) & logp.mask.bool()).any():
             largest = float(values[logp.mask.bool()].nan_to_num(nan=-torch.inf).max())
             raise RecpoError(
-                f"{type(objective).__name__}: the log-probabilities of the {name} policy reach {largest:.4g}, and none "
-                "can lie above 0: return log_softmax(scores), not scores or probabilities.",
+                f"{type(objective).__name__}: the log-probabilities of the {name} policy reach {largest:.4g}, and a "
+                "log-probability is at most 0: return log_softmax(scores), not scores or probabilities.",
                 code="bad_value",
                 field=name,
             )
@@ -108,8 +112,8 @@ def negative_gradient_share(weight: Tensor, advantages: Tensor, mask: Tensor) ->
         advantages: ``[..., T]``.
         mask: ``[..., T]``.
     """
-    mass = zero_masked(weight, mask).float().abs()
-    return zero_masked(mass, advantages < 0).sum() / mass.sum().clamp(min=torch.finfo(mass.dtype).tiny)
+    size = zero_masked(weight, mask).float().abs()
+    return zero_masked(size, advantages < 0).sum() / size.sum().clamp(min=torch.finfo(size.dtype).tiny)
 
 
 @torch.no_grad()

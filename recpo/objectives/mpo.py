@@ -7,8 +7,9 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective, Requirement
+from recpo.base.contracts import Objective
 from recpo.base.errors import PositiveFloat
+from recpo.base.requirements import Requirement
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked
@@ -171,9 +172,9 @@ class MPO(Objective):
         return frozenset(requires)
 
     @property
-    def reads_draws(self) -> bool | None:
-        """See ``Objective.reads_draws``."""
-        return self.candidates_are_draws
+    def accepted_candidates(self) -> Literal["any", "draws", "distinct"]:
+        """See ``Objective.accepted_candidates``."""
+        return "draws" if self.candidates_are_draws else "distinct"
 
     def count(self, inputs: ObjectiveInputs) -> Tensor:
         """Contexts with any kept candidate."""

@@ -19,6 +19,7 @@ from recpo.base.errors import validate_range
 from recpo.base.features import FeatureSchema
 from recpo.base.feedback import GRADES, LEAST_POSITIVE_LEVEL
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
+from recpo.ops import small_systems
 from recpo.ops.ranking import first_allowed, first_places
 from recpo.policies import catalog_search, grade_factors, sampling
 from recpo.policies.sampling import planned_items, prefixes, scoring_plan, spread
@@ -148,7 +149,7 @@ class FactorPolicy(BaselinePolicy):
         """See ``BaselinePolicy.scores``; up to what all items of a history share."""
         states = self.factors.tilt(self.factors.fold_in(histories), 1.0)
         table = self.factors.item_vectors()[1:]
-        return catalog_search.scores_of(states, table, self.factors.rooted, catalog_search.product)
+        return catalog_search.scores_of(states, table, self.factors.variance_columns, catalog_search.product)
 
 
 class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
@@ -222,7 +223,7 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
         ridge = self.ridge * (known.sum(1).double() + self.unobserved * self.num_items) ** self.nu
         identity = torch.eye(items.shape[1], dtype=items.dtype, device=items.device)
         matrices = rows.transpose(1, 2) @ rows + self.unobserved * (items.T @ items) + ridge[:, None, None] * identity
-        solve = grade_factors.solve_positive_definite if torch.compiler.is_exporting() else torch.linalg.solve
+        solve = small_systems.solve_positive_definite if torch.compiler.is_exporting() else torch.linalg.solve
         users: Tensor = solve(matrices, (rows * targets[..., None]).sum(1))
         return users.float()
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.base.errors import validate_range
-from recpo.base.types import EventPlaces
+from recpo.base.types import EventIndices
 from recpo.ops import kernels
 
 # Time gaps in milliseconds are grouped by their base-2 logarithm: 2^42 ms is 139 years.
@@ -74,18 +74,18 @@ class Packing(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, lengths: Tensor, length: int, given: EventPlaces | None = None) -> Self | None:
+    def of(cls, lengths: Tensor, length: int, indices: EventIndices | None = None) -> Self | None:
         """The packing of histories with ``lengths [B]`` events, padded to ``length``; None if it would not be faster.
 
-        ``given`` are the places of the events where they were counted before.
+        ``indices`` are those of the events if they were computed before.
 
         An exported program keeps the padding, because its shapes must not depend on values.
         """
         if torch.compiler.is_exporting():
             return None
-        if given is None or given.width != length:
-            given = event_places(lengths, length)
-        return cls(given.places, len(lengths), length) if len(given.places) else None
+        if indices is None or indices.width != length:
+            indices = event_indices(lengths, length)
+        return cls(indices.indices, len(lengths), length) if len(indices.indices) else None
 
     def pack(self, padded: Tensor) -> Tensor:
         """``[B, H, d]`` to ``[N, d]``."""
@@ -97,16 +97,16 @@ class Packing(NamedTuple):
         return padded.index_copy(0, self.places, packed).view(self.batch, self.length, -1)
 
 
-def event_places(lengths: Tensor, width: int) -> EventPlaces:
-    """The places of the events of histories with ``lengths [B]`` events, padded to ``width``."""
+def event_indices(lengths: Tensor, width: int) -> EventIndices:
+    """The indices of the events of histories with ``lengths [B]`` events, padded to ``width``."""
     is_event = (torch.arange(width, device=lengths.device) < lengths[:, None]).reshape(-1)
-    places = is_event.nonzero().squeeze(1)
-    if len(places) >= _NOT_WORTH_IT * len(is_event):
-        return EventPlaces(places[:0], width)
-    missing = -len(places) % kernels.row_multiple(len(places))
+    indices = is_event.nonzero().squeeze(1)
+    if len(indices) >= _NOT_WORTH_IT * len(is_event):
+        return EventIndices(indices[:0], width)
+    missing = -len(indices) % kernels.row_multiple(len(indices))
     if missing:
-        places = torch.cat([places, (~is_event).nonzero().squeeze(1)[:missing]])
-    return EventPlaces(places, width)
+        indices = torch.cat([indices, (~is_event).nonzero().squeeze(1)[:missing]])
+    return EventIndices(indices, width)
 
 
 class Block(nn.Module, ABC):

@@ -27,7 +27,7 @@ SCORE_BYTES_ACCELERATOR = 1 << 30
 
 
 def scores_of(
-    states: Tensor, table: Tensor, rooted: int = 0, multiply: Callable[[Tensor, Tensor], Tensor] | None = None
+    states: Tensor, table: Tensor, variance_columns: int = 0, multiply: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> Tensor:
     """Scores ``[B, V]`` of all rows of a table: ``states · row``, optionally minus the root of a second product.
 
@@ -36,13 +36,13 @@ def scores_of(
     Args:
         states: ``[B, d]``.
         table: ``[V, d]``.
-        rooted: number of trailing columns that give the variance, which has no gradient; 0 = none.
+        variance_columns: number of trailing columns that give the variance, which has no gradient; 0 = none.
         multiply: ``(left [B, d], right [V, d]) -> left rightᵀ``; None = without a gradient, and not for export.
     """
     multiply, table = multiply or matmul_transposed, table.float()
-    if not rooted:
+    if not variance_columns:
         return multiply(states, table)
-    own = table.shape[1] - rooted
+    own = table.shape[1] - variance_columns
     variance = multiply(states[:, own:].detach(), table[:, own:].detach())
     return multiply(states[:, :own], table[:, :own]) - variance.clamp_min(0.0).sqrt()
 
@@ -52,7 +52,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right.T
 
 
-def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None, rooted: int = 0) -> Recommendations:
+def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None, variance_columns: int = 0) -> Recommendations:
     """The ``k`` best items by log-probability. Ties are ordered by item id.
 
     Args:
@@ -60,22 +60,24 @@ def top_k(states: Tensor, table: Tensor, k: int, exclude: Tensor | None, rooted:
         table: ``[V + 1, d]``; row 0 is padding and is never recommended.
         k: list length, at most V.
         exclude: ``[B, M]`` ids that are not recommended, padded with 0. They remain in the normalizer.
-        rooted: see ``scores_of``.
+        variance_columns: see ``scores_of``.
     """
     if torch.compiler.is_exporting():
-        return _top_k_of_one_block(states, table, k, exclude, rooted)
-    ids, best, lse = best_by_blocks(states.detach(), table.detach(), k, exclude, rooted=rooted)
+        return _top_k_of_one_block(states, table, k, exclude, variance_columns)
+    ids, best, lse = best_by_blocks(states.detach(), table.detach(), k, exclude, variance_columns=variance_columns)
     return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
 
 
-def _top_k_of_one_block(states: Tensor, table: Tensor, k: int, exclude: Tensor | None, rooted: int) -> Recommendations:
+def _top_k_of_one_block(
+    states: Tensor, table: Tensor, k: int, exclude: Tensor | None, variance_columns: int
+) -> Recommendations:
     """``top_k`` without data-dependent branches, for exported programs.
 
     The score matrix ``[B, V + 1]`` is the only tensor of its size. A runtime overwrites it twice: first the column of
     the padding item, then, after the normalizer is known, the excluded items. (Slicing off the padding before the
     normalizer kept a second matrix.) Ties for the last place go to the smaller id in ONNX, whose TopK guarantees this.
     """
-    scores = scores_of(states, table, rooted, product)
+    scores = scores_of(states, table, variance_columns, product)
     scores = scores.scatter(1, torch.zeros_like(scores[:, :1], dtype=torch.long), -torch.inf)
     return best_of_scores(scores, scores.logsumexp(1, keepdim=True), k, exclude)
 
@@ -93,7 +95,7 @@ def best_of_scores(scores: Tensor, lse: Tensor, k: int, exclude: Tensor | None) 
 
 
 def best_by_blocks(
-    states: Tensor, table: Tensor, k: int, exclude: Tensor | None, padding_rows: int = 1, rooted: int = 0
+    states: Tensor, table: Tensor, k: int, exclude: Tensor | None, padding_rows: int = 1, variance_columns: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows with the best scores, ties ordered by row number. The arguments are those of ``top_k``.
 
@@ -105,7 +107,7 @@ def best_by_blocks(
     ids = torch.empty_like(best, dtype=torch.long)
     lse = states.new_full((len(states),), -torch.inf)
     for rows in score_blocks(states, table, padding_rows):
-        scores = scores_of(states, table[rows], rooted)
+        scores = scores_of(states, table[rows], variance_columns)
         lse = torch.logaddexp(lse, scores.logsumexp(1))
         if exclude is not None:
             _bar(scores, exclude - rows.start)
@@ -188,7 +190,7 @@ class BlockedTable(nn.Module):
     Args:
         vectors: ``[V + 1, d]``; row 0 is not an item.
         precision: number format; float16 and int8 round.
-        rooted: see ``recpo.policies.catalog_search.scores_of``.
+        variance_columns: see ``recpo.policies.catalog_search.scores_of``.
         block_rows: maximum rows in a block, at least 2; rounded up to whole groups.
 
     Attributes:
@@ -208,7 +210,7 @@ class BlockedTable(nn.Module):
     bias: Tensor
 
     def __init__(
-        self, vectors: Tensor, precision: Precision = "float32", rooted: int = 0, block_rows: int = BLOCK_ROWS
+        self, vectors: Tensor, precision: Precision = "float32", variance_columns: int = 0, block_rows: int = BLOCK_ROWS
     ) -> None:
         super().__init__()
         validate_precision(precision)
@@ -216,7 +218,7 @@ class BlockedTable(nn.Module):
         blocks = -(-size // block_rows)
         self.group = min(GROUP_ROWS, -(-size // blocks))
         self.rows = -(-size // (blocks * self.group)) * self.group
-        self.num_items, self.rooted, self.precision = size - 1, rooted, precision
+        self.num_items, self.variance_columns, self.precision = size - 1, variance_columns, precision
         self.written_out = False
         padded = F.pad(vectors.detach().float(), (0, 0, 0, blocks * self.rows - size))
         columns, scales = torch.ones(dim), torch.ones(len(padded))
@@ -322,16 +324,16 @@ class BlockedTable(nn.Module):
     def _scores(self, states: Tensor, values: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
         """Scores ``[B, R]`` of one block; -inf for rows that are not items."""
         rows = values.float()
-        if not self.rooted and self.precision != "int8":
+        if not self.variance_columns and self.precision != "int8":
             return F.linear(states, rows, bias)
         return self._combined(lambda part: F.linear(states[:, part], rows[:, part]), scales, bias)
 
     def _combined(self, products: Callable[[slice], Tensor], scales: Tensor, bias: Tensor) -> Tensor:
         """``scores_of`` from the products of states and rows over some columns, plus the bias."""
-        own = self.values.shape[2] - self.rooted
+        own = self.values.shape[2] - self.variance_columns
         scores = products(slice(own))
         scores = scores * scales if self.precision == "int8" else scores
-        if self.rooted:
+        if self.variance_columns:
             variance = products(slice(own, None))
             variance = variance * scales if self.precision == "int8" else variance
             scores = scores - variance.clamp_min(0.0).sqrt()

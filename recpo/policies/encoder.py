@@ -13,8 +13,8 @@ from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import Histories
 from recpo.ops import kernels
+from recpo.ops.small_systems import solve_positive_definite
 from recpo.policies.blocks import Block, BlockFactory, ByteDropout, Linear, Packing, SASRecBlock, time_gap_buckets
-from recpo.policies.grade_factors import solve_positive_definite
 
 
 class Profile(nn.Module):
@@ -289,7 +289,7 @@ class HistoryEncoder(nn.Module):
         # of a shorter history its first places
         place = (histories.lengths - kept).clamp_min(0)[:, None] + torch.arange(kept, device=items.device)
         near = items.gather(1, place[..., None].expand(-1, -1, items.shape[2]))
-        return near, histories.recent(kept)._replace(places=histories.places)
+        return near, histories.recent(kept)._replace(event_indices=histories.event_indices)
 
     def _last_attended(self, items: Tensor, histories: Histories, parts: Tensor | None) -> Tensor:
         """The blocks' state after the whole of a history that they can read, ``[B, d]``."""
@@ -314,7 +314,7 @@ class HistoryEncoder(nn.Module):
             states = states + self.feedback(histories.feedback)
         times = histories.timestamps
         gaps = time_gap_buckets(times) if self.reads_time and times is not None else None
-        packing = Packing.of(histories.lengths, items.shape[1], histories.places) if self.skips_padding else None
+        packing = Packing.of(histories.lengths, items.shape[1], histories.event_indices) if self.skips_padding else None
         return self.dropout(states if packing is None else packing.pack(states)), gaps, packing
 
 

@@ -1,14 +1,9 @@
-"""The grades of a factor model as a module: what tilted policies, and baselines as policies, share.
-
-At the end, the linear algebra of many small problems at once: the normal equations of ridge regressions, their solution
-by plain arithmetic for programs without a solver, and quadratic forms ``xᵀ C x`` as dot products of upper triangles.
-"""
+"""The grades of a factor model as a module, which tilted policies and the factorization as a policy share."""
 
 # Annotations are not postponed: the command line reads the types of options from the fields of dataclasses.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -26,11 +21,19 @@ from recpo.base.errors import (
 from recpo.base.features import UNKNOWN, Categories, Category, Feature, FeatureSchema, Number, Reads, Vector, of_type
 from recpo.base.feedback import GRADES
 from recpo.base.types import Features, Histories
+from recpo.ops.small_systems import (
+    damped_mean,
+    item_variance_vectors,
+    normal_equations,
+    solve_positive_definite,
+    user_variance_vectors,
+    with_one,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradeFactorsOptions:
-    """The numbers of a factor model of grades, which runs and bundles keep beside its tensors."""
+    """Numbers of a factor model of grades, which runs and bundles save beside its tensors."""
 
     rank: NonNegativeInt
     """r, number of factors; 0 = averages of users and items"""
@@ -80,10 +83,10 @@ class GradeFactors(nn.Module):
             features say, and in the last row what is true of all.
         prior_variance: ``[r]``, ``factor_variance`` of such an item.
         prior_covariance: ``[r + 1, r + 1]``, the inverse of its normal matrix.
-        item_variances: ``[V + 1, rooted]``, ``t``.
+        item_variances: ``[V + 1, variance_columns]``, ``t``.
         max_history: number of most recent events that ``fold_in`` reads.
         reads: features of users, or nothing.
-        rooted: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
+        variance_columns: width of ``s`` and ``t``: ``(r + 1) (r + 2)``; 0 without a lower bound.
     """
 
     item_factors: Tensor
@@ -101,7 +104,7 @@ class GradeFactors(nn.Module):
         super().__init__()
         self.options, rank = options, options.rank
         self.max_history, self.reads = options.max_history, Reads(user=options.user_features)
-        self.rooted = (rank + 1) * (rank + 2) if options.lower_bound else 0
+        self.variance_columns = (rank + 1) * (rank + 2) if options.lower_bound else 0
         self.register_buffer("item_factors", torch.zeros(num_items + 1, rank))
         self.register_buffer("item_bias", torch.zeros(num_items + 1))
         self.register_buffer("factor_variance", torch.zeros(num_items + 1, rank))
@@ -112,15 +115,16 @@ class GradeFactors(nn.Module):
         self.register_buffer("prior_variance", torch.zeros(rank))
         self.register_buffer("prior_covariance", torch.eye(rank + 1) / options.ridge)
         # nothing to store without a bound
-        self.register_buffer("item_variances", torch.zeros(num_items + 1, self.rooted), persistent=self.rooted > 0)
+        variances = torch.zeros(num_items + 1, self.variance_columns)
+        self.register_buffer("item_variances", variances, persistent=bool(options.lower_bound))
         # the value for an unknown level is arbitrary: such an event has weight 0
         self.register_buffer("_grades", torch.tensor([0.0, *GRADES[1:]], dtype=torch.float64), persistent=False)
 
     def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
-        """Creates the priors for the features of a schema, as far as the model reads features; behaviors it does not.
+        """Creates the priors for the features of a schema, on the sides that the model reads. It reads no behaviors.
 
         Raises:
-            RecpoError: it reads some that the schema does not have.
+            RecpoError: the model reads features of a side, and the schema has none there.
         """
         for side, read in (("user", self.options.user_features), ("item", self.options.item_features)):
             if read and not getattr(schema, side):
@@ -137,11 +141,11 @@ class GradeFactors(nn.Module):
             self.item_prior = zero.new_zeros(num_columns(schema.item) + 1, 2 * width)
 
     def assign(self, tensors: Mapping[str, Tensor], noise: float) -> None:
-        """Sets the tensors of a factor model, of which those of the items have the rows 1..V.
+        """Sets the tensors of a factor model. Tensors with a row per item have rows for the items 1..V.
 
         Args:
-            tensors: by their names (``recpo.rewards.factors.Factors.tensors``); what is missing stays as it is.
-            noise: variance of the noise.
+            tensors: by their names (``recpo.rewards.factors.Factors.tensors``); missing tensors do not change.
+            noise: variance of a grade around its expectation.
 
         Raises:
             RecpoError: missing covariances although there is a bound.
@@ -150,9 +154,9 @@ class GradeFactors(nn.Module):
             getattr(self, name)[1:] = tensors[name]
         for name in ("user_prior", "item_prior", "prior_variance", "prior_covariance"):
             own: Tensor | None = getattr(self, name)
-            if own is not None and name in tensors:  # of an item_prior whose features are not read, the constant
+            if own is not None and name in tensors:  # without item features, only the last row of item_prior is used
                 own.copy_(tensors[name][-len(own) :])
-        if not self.rooted:
+        if not self.options.lower_bound:
             return
         if "item_covariance" not in tensors:
             raise RecpoError(
@@ -161,10 +165,10 @@ class GradeFactors(nn.Module):
                 code="missing_value",
                 field="lower_bound",
             )
-        self.item_variances[1:] = noise * item_forms(tensors["item_factors"], tensors["item_covariance"])
+        self.item_variances[1:] = noise * item_variance_vectors(tensors["item_factors"], tensors["item_covariance"])
 
-    def of_new_items(self, features: Features) -> dict[str, Tensor]:
-        """Rows of the tensors with one row per item, by name, for items without events.
+    def new_item_rows(self, features: Features) -> dict[str, Tensor]:
+        """Rows for items without events, of every tensor that has a row per item, by the name of the tensor.
 
         Args:
             features: of the items ``[N]``.
@@ -176,13 +180,13 @@ class GradeFactors(nn.Module):
         factors, bias, history = means.split([rank, 1, rank + 1], 1)
         rows = {"item_factors": factors, "item_bias": bias[:, 0], "history_prior": history}
         rows["factor_variance"] = self.prior_variance.expand(count, -1)
-        if self.rooted:
+        if self.options.lower_bound:
             covariance = self.prior_covariance.expand(count, -1, -1)
-            rows["item_variances"] = self.options.noise * item_forms(factors, covariance)
+            rows["item_variances"] = self.options.noise * item_variance_vectors(factors, covariance)
         return rows
 
     def fold_in(self, histories: Histories) -> Tensor:
-        """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + rooted]`` float32.
+        """``(p, b)`` of every history and, with a lower bound, ``s``: ``[B, r + 1 + variance_columns]`` float32.
 
         ``argmin sum_h [(g_h - mean - b_i(h) - p · q_i(h) - b)^2 + sum_j v_i(h)j p_j^2] + ridge |p - c|^2 + bias_ridge
         (b - d)^2`` over the last ``max_history`` events, with the variances ``v`` of the factors, in float64. The
@@ -203,33 +207,33 @@ class GradeFactors(nn.Module):
             means = means + user_means(self._schema.user, histories, self.user_prior)
         pull = prior * means
         matrix, right = normal_equations(rows, targets, known, F.pad(variance, (0, 1)) + prior, pull)
-        if not self.rooted:
+        if not self.options.lower_bound:
             return solve_positive_definite(matrix, right).float()
         identity = torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device).expand_as(matrix)
         solved = solve_positive_definite(matrix, torch.cat([right[..., None], identity], 2))
         weights = solved[..., 0].float()
-        variances = self.options.lower_bound**2 * user_forms(weights, solved[..., 1:].float())
+        variances = self.options.lower_bound**2 * user_variance_vectors(weights, solved[..., 1:].float())
         return torch.cat([weights, variances], 1)
 
     def tilt(self, users: Tensor, temperature: float) -> Tensor:
-        """``[p / t, 1 / t, s / t^2]`` of folded-in users at the temperature t: the factor of ``item_vectors``.
+        """``[p / t, 1 / t, s / t^2]`` of folded-in users at the temperature t; multiplies ``item_vectors``.
 
         The part that all items share (``mean + b``) is left out.
         """
         rank = self.item_factors.shape[1]
         own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / temperature
-        return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.rooted else own
+        return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.options.lower_bound else own
 
     def item_vectors(self) -> Tensor:
-        """``[q, b, t]`` of all items, including row 0, ``[V + 1, r + 1 + rooted]``."""
-        variances = [self.item_variances] if self.rooted else []
+        """``[q, b, t]`` of all items, including row 0: ``[V + 1, r + 1 + variance_columns]``."""
+        variances = [self.item_variances] if self.options.lower_bound else []
         return torch.cat([self.item_factors, self.item_bias[:, None], *variances], 1)
 
     def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
         """Grades of the items ``[B, C]`` minus the bound, up to a constant per user; ``users`` is from ``fold_in``."""
         rank = self.item_factors.shape[1]
         products = (self.item_factors[item_ids] @ users[:, :rank, None]).squeeze(-1) + self.item_bias[item_ids]
-        if not self.rooted:
+        if not self.options.lower_bound:
             return products
         variance = (self.item_variances[item_ids] @ users[:, rank + 1 :, None]).squeeze(-1)
         return products - variance.clamp_min(0.0).sqrt()
@@ -296,98 +300,3 @@ def validate_temperature(temperature: float) -> None:
     """Raises ``RecpoError`` unless ``temperature`` is a number above 0."""
     rule = "must be a number above 0 (small follows the factors, large the policy)"
     validate_range(0 < temperature < float("inf"), "temperature", rule, temperature)
-
-
-#: events that a damped mean adds to a history, each with the value 0
-DAMPING: Final = 20.0
-
-
-def damped_mean(rows: Tensor, known: Tensor) -> Tensor:
-    """``sum_h known_h rows_h / (sum_h known_h + DAMPING)``: ``[B, d]`` float64 of ``rows [B, H, d]``; 0 of nothing."""
-    summed = (rows.double() * known[..., None]).sum(1)
-    return summed / (known.sum(1, keepdim=True).double() + DAMPING)
-
-
-def normal_equations(
-    rows: Tensor, targets: Tensor, known: Tensor, ridge: Tensor, pull: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``sum_h rows_h rows_hᵀ + diag(ridge)``, ``[B, d, d]``, and ``sum_h targets_h rows_h + pull``, ``[B, d]``,.
-
-    Their solution is ``argmin_w sum_h known_h (targets_h - rows_h · w)^2 + sum_j ridge_j w_j^2 - 2 pull · w``.
-
-    Args:
-        rows: ``[B, H, d]``.
-        targets: ``[B, H]``; read where ``known``.
-        known: ``[B, H]`` bool.
-        ridge: above 0, one per weight: ``[d]`` or ``[B, d]``.
-        pull: ``[B, d]``, the ridge times the means of a prior: few observations leave the weights near these means.
-    """
-    kept = rows.double() * known[..., None]
-    transposed = kept.transpose(1, 2)
-    right = transposed @ targets.double().masked_fill(~known, 0.0)[..., None]
-    # a product with the identity, as programs for ONNX know no diagonal
-    identity = torch.eye(rows.shape[-1], dtype=torch.float64, device=rows.device)
-    return transposed @ kept + ridge.double()[..., None] * identity, right.squeeze(-1) + pull.double()
-
-
-def solve_positive_definite(matrix: Tensor, right: Tensor) -> Tensor:
-    """``matrix^-1 right`` of every system, by unrolled Gauss-Jordan elimination, column by column.
-
-    Equal to ``torch.linalg.solve`` up to rounding: a symmetric positive definite matrix needs no pivoting. ONNX has no
-    solver, but it has these ``O(n)`` products and quotients; n is a constant of the program. Rows and columns are
-    looked up with ``index_select``, which keeps the dimension: the exporter turns it into one node, and a slice into
-    ten. The time of an export grows with the number of nodes.
-
-    Args:
-        matrix: ``[B, n, n]`` symmetric positive definite, such as ``XᵀX + ridge I`` with a ridge above 0.
-        right: ``[B, n]``, or ``[B, n, m]`` for several right sides of one matrix.
-
-    Returns:
-        The shape of ``right``.
-    """
-    size = matrix.shape[1]
-    columns = right if right.dim() == 3 else right[..., None]
-    rest = torch.cat([matrix, columns], 2)
-    places = torch.arange(size, device=matrix.device)[:, None]
-    here = torch.eye(size, dtype=torch.bool, device=matrix.device)[:, :, None]
-    for place in range(size):
-        at = places.select(0, place)
-        row = rest.index_select(1, at)
-        row = row / row.index_select(2, at)
-        rest = torch.where(here.select(0, place), row, rest - rest.index_select(2, at) * row)
-    solution = rest[:, :, size:]
-    return solution if right.dim() == 3 else solution.squeeze(2)
-
-
-def outer_products(vectors: Tensor) -> Tensor:
-    """Upper triangles ``[N, d (d + 1) / 2]`` of ``x xᵀ`` for every ``x`` of ``[N, d]``."""
-    first, second = torch.triu_indices(vectors.shape[1], vectors.shape[1], device=vectors.device)
-    return vectors[:, first] * vectors[:, second]
-
-
-def folded_triangles(matrices: Tensor) -> Tensor:
-    """Upper triangles ``[N, d (d + 1) / 2]`` of symmetric ``[N, d, d]``, with off-diagonal entries doubled.
-
-    The dot product with the outer products of ``x`` is ``xᵀ C x``.
-    """
-    first, second = torch.triu_indices(matrices.shape[1], matrices.shape[1], device=matrices.device)
-    return matrices[:, first, second] * torch.where(first == second, 1.0, 2.0)
-
-
-def with_one(vectors: Tensor) -> Tensor:
-    """``[x, 1]`` of every row: ``[N, d + 1]``."""
-    return F.pad(vectors, (0, 1), value=1.0)
-
-
-def user_forms(users: Tensor, covariance: Tensor) -> Tensor:
-    """Vectors ``[B, (r + 1) (r + 2)]`` of users' factors and bias ``[B, r + 1]`` and their covariance.
-
-    Their dot products with ``item_forms`` are ``xᵀ C_i x + yᵀ C_u y`` with ``x = [p, 1]`` and ``y = [q, 1]``: the
-    uncertainty of the item plus the uncertainty of the user.
-    """
-    return torch.cat([outer_products(with_one(users[:, :-1])), folded_triangles(covariance)], 1)
-
-
-def item_forms(factors: Tensor, covariance: Tensor) -> Tensor:
-    """``[V, (r + 1) (r + 2)]`` of factors ``[V, r]`` and the covariance ``[V, r + 1, r + 1]``; see ``user_forms``."""
-    return torch.cat([folded_triangles(covariance), outer_products(with_one(factors))], 1)

@@ -230,13 +230,13 @@ def plan_of_candidates(histories: Histories, needed: Tensor) -> ScoringPlan:
     rows = contexts * (histories.item_ids.shape[1] + 1) + histories.lengths
     positions = torch.arange(needed.numel(), device=needed.device)
     state_index = contexts[:, None].expand(needed.shape).reshape(-1)
-    return ScoringPlan(needed, positions, rows, state_index, surplus=True, most=needed.shape[1])
+    return ScoringPlan(needed, positions, rows, state_index, has_extra_positions=True, max_per_context=needed.shape[1])
 
 
 def planned_items(plan: ScoringPlan, slates: Slates) -> Tensor:
     """The items ``[P]`` of the plan's positions; an arbitrary item for positions that are not needed."""
     items = slates.item_ids.reshape(-1)[plan.positions]
-    return items.clamp_min(1) if plan.surplus else items
+    return items.clamp_min(1) if plan.has_extra_positions else items
 
 
 def spread(plan: ScoringPlan, values: Tensor) -> Tensor:
@@ -245,7 +245,9 @@ def spread(plan: ScoringPlan, values: Tensor) -> Tensor:
     if len(values) < plan.needed.numel():
         flat = values.new_zeros(plan.needed.numel(), *rest).index_copy(0, plan.positions, values)
     placed = flat.view(*plan.needed.shape, *rest)
-    return torch.where(plan.needed.view(*plan.needed.shape, *[1] * len(rest)), placed, 0.0) if plan.surplus else placed
+    if not plan.has_extra_positions:
+        return placed
+    return torch.where(plan.needed.view(*plan.needed.shape, *[1] * len(rest)), placed, 0.0)
 
 
 def shared_states(slates: Slates, positions: Tensor, num_states: int) -> tuple[Tensor, Tensor | None]:

@@ -251,7 +251,7 @@ class _CodeByCode(CodeSearch):
 
 def _packed(visible: Tensor, plan: ScoringPlan) -> Placement:
     """Moves the positions of every row, ascending, to its front: attention pads to the largest number of them."""
-    (contexts, size), positions, most = visible.shape, plan.positions, plan.most
+    (contexts, size), positions, most = visible.shape, plan.positions, plan.max_per_context
     if most is None:
         most = int(plan.needed.sum(1).max()) if plan.needed.numel() else 0
     width, row = max(1, most), positions // max(1, size)

@@ -34,6 +34,7 @@ from recpo.base.features import FeatureSchema, Reads, Side
 from recpo.base.feedback import GRADES, FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
 from recpo.log.prepared import Prepared
+from recpo.ops import small_systems
 from recpo.policies import grade_factors
 from recpo.policies.catalog_search import best_by_blocks
 
@@ -53,7 +54,7 @@ class Factors(Artifact):
         item_factors: ``[V, r]`` float32, ``q`` of the items 1..V.
         item_bias: ``[V]`` float32; with the popularity of the item where ``with_popularity`` added it.
         factor_variance: ``[V, r]`` float32, variance of the item factors, used when a user is folded in; 0 = exact.
-        history_prior: ``[V, r + 1]`` float32. The damped mean (``recpo.policies.grade_factors.damped_mean``) over the
+        history_prior: ``[V, r + 1]`` float32. The damped mean (``recpo.ops.small_systems.damped_mean``) over the
             events of a history is the prior mean of its user's factors and bias; 0 = the prior mean is 0 for everybody.
         user_prior: ``[C, r + 1]`` float32, what the features of a user add to the prior mean
             (``recpo.policies.grade_factors.linear_in_features``); None = no features of users are read.
@@ -223,8 +224,8 @@ class Factors(Artifact):
         variance = F.pad((self.factor_variance[row].double() * known[..., None]).sum(1), (0, 1))
         prior = torch.full((self.rank + 1,), self.ridge, dtype=torch.float64, device=item_ids.device)
         prior[-1] = self.bias_ridge
-        pull = prior * (grade_factors.damped_mean(self.history_prior[row], known) + means)
-        return ridge_regression(grade_factors.with_one(self.item_factors[row]), targets, known, variance + prior, pull)
+        pull = prior * (small_systems.damped_mean(self.history_prior[row], known) + means)
+        return ridge_regression(small_systems.with_one(self.item_factors[row]), targets, known, variance + prior, pull)
 
     def scores(self, users: Tensor) -> Tensor:
         """Predicted grades ``[B, V]`` of all items for ``users [B, r + 1]``."""
@@ -278,16 +279,17 @@ class Factors(Artifact):
                 field="histories",
             )
         users, covariance = self.fold_in_with_covariance(histories)
-        states = grade_factors.with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
-        table = torch.cat([grade_factors.with_one(self.item_factors), self.item_bias[:, None]], 1)
-        rooted = 0
+        states = small_systems.with_one(torch.cat([users[:, :-1], users[:, -1:] + self.mean], 1))
+        table = torch.cat([small_systems.with_one(self.item_factors), self.item_bias[:, None]], 1)
+        variance_columns = 0
         if self.lower_bound:
             assert self.item_covariance is not None
-            of_items = grade_factors.item_forms(self.item_factors, self.item_covariance)
-            of_users = grade_factors.user_forms(users, covariance) * (self.noise * self.lower_bound**2)
-            states, table, rooted = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1), of_items.shape[1]
+            of_items = small_systems.item_variance_vectors(self.item_factors, self.item_covariance)
+            of_users = small_systems.user_variance_vectors(users, covariance) * (self.noise * self.lower_bound**2)
+            states, table = torch.cat([states, of_users], 1), torch.cat([table, of_items], 1)
+            variance_columns = of_items.shape[1]
         exclude = None if exclude is None else exclude - 1
-        rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, rooted=rooted)
+        rows, best, _ = best_by_blocks(states, table, k, exclude, padding_rows=0, variance_columns=variance_columns)
         return Recommendations((rows + 1).masked_fill(best == -torch.inf, 0), best)
 
     def with_popularity(self, counts: Tensor, weight: float) -> Self:
@@ -398,7 +400,7 @@ def ridge_regression(
 
     The inverse times the variance of the noise is the covariance of the posterior.
     """
-    matrix, right = grade_factors.normal_equations(rows, targets, known, ridge, pull)
+    matrix, right = small_systems.normal_equations(rows, targets, known, ridge, pull)
     factor = torch.linalg.cholesky(matrix)
     return torch.cholesky_solve(right[..., None], factor)[..., 0], torch.cholesky_inverse(factor)
 
@@ -433,11 +435,10 @@ def posterior_variance(model: Factors, users: Tensor, covariance: Tensor, item_i
         )
     row = (item_ids - 1).clamp_min(0)
     if row.shape[1] * GATHER_COST >= model.num_items:
-        variance = (
-            grade_factors.user_forms(users, covariance) @ grade_factors.item_forms(model.item_factors, of_items).T
-        )
+        of_all_items = small_systems.item_variance_vectors(model.item_factors, of_items)
+        variance = small_systems.user_variance_vectors(users, covariance) @ of_all_items.T
         return model.noise * variance.gather(1, row).clamp_min(0.0)
-    known_users, known_items = grade_factors.with_one(users[:, :-1]), grade_factors.with_one(model.item_factors)[row]
+    known_users, known_items = small_systems.with_one(users[:, :-1]), small_systems.with_one(model.item_factors)[row]
     of_item = torch.einsum("bj,bsjk,bk->bs", known_users, of_items[row], known_users)
     of_user = torch.einsum("bsj,bjk,bsk->bs", known_items, covariance, known_items)
     return model.noise * (of_item + of_user).clamp_min(0.0)

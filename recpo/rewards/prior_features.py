@@ -9,7 +9,7 @@ more, as in correspondence analysis.
 of which the principal components remain.
 
 The features of a user are in both cases the damped mean of the vectors of the history
-(``recpo.policies.grade_factors.damped_mean``), so a history is all that is needed to compute them: for a training user,
+(``recpo.ops.small_systems.damped_mean``), so a history is all that is needed to compute them: for a training user,
 for a new one, and in an exported program.
 
 **The features of the users** (the user table) are components of a matrix in the same way. They say something of users
@@ -30,7 +30,7 @@ from scipy.sparse import csr_array, hstack
 
 from recpo.base.features import Categories, Category, Feature, Vector, of_type
 from recpo.base.types import Features
-from recpo.policies.grade_factors import DAMPING
+from recpo.ops.small_systems import DAMPING
 from recpo.rewards.graded import Chunk
 
 #: principal components of the features of the items

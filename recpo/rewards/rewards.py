@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import MadeFor, Requirement, RewardFunction
+from recpo.base.contracts import RewardFunction, RewardScope
 from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError
 from recpo.base.features import Reads
+from recpo.base.requirements import Requirement
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.log.prepared import Prepared
 from recpo.ops.kernels import without_autocast
@@ -41,7 +42,7 @@ class LoggedReward(RewardFunction):
     _bits: ClassVar[tuple[tuple[int, float], ...] | None] = None
 
     requires = frozenset({Requirement.LABELS})
-    is_of_log = True
+    needs_only_slates = True
 
     @property
     def reads(self) -> Reads:
@@ -105,18 +106,18 @@ def validate_identity(reward: RewardFunction, name: str, data: Prepared) -> None
         RecpoError: the items differ, the reward keeps factors of other users, or it reads feedback levels or features
             of users of another meaning.
     """
-    made_for = reward.made_for
-    for one in made_for:
+    scopes = reward.scopes
+    for one in scopes:
         if one.feedback is not None:
             one.feedback.validate_same(data.feedback, name, data.root)
-    if any(one.catalog_checksum not in (None, data.catalog_checksum) for one in made_for):
+    if any(one.catalog_checksum not in (None, data.catalog_checksum) for one in scopes):
         raise RecpoError(
             f"{name}: it was made for other items than {data.root} holds (items.parquet differs); use the prepared "
             "directory it was made with",
             code="mismatch",
             field=name,
         )
-    if any(one.users_checksum not in (None, data.users_checksum) for one in made_for):
+    if any(one.users_checksum not in (None, data.users_checksum) for one in scopes):
         raise RecpoError(
             f"{name}: it knows its users by their number, and was made for others than {data.root} holds "
             "(users.parquet differs); use the prepared directory it was made with, or for FactorReward set users to "
@@ -124,7 +125,7 @@ def validate_identity(reward: RewardFunction, name: str, data: Prepared) -> None
             code="mismatch",
             field=name,
         )
-    if any(one.user_features_checksum not in (None, data.features_checksum("user")) for one in made_for):
+    if any(one.user_features_checksum not in (None, data.features_checksum("user")) for one in scopes):
         raise RecpoError(
             f"{name}: it reads features of users that {data.root} does not have, or has with other vocabularies or "
             "means; use the prepared directory it was made with",
@@ -285,12 +286,12 @@ class FactorReward(RewardFunction):
             )
 
     @property
-    def made_for(self) -> tuple[MadeFor, ...]:
-        """See ``RewardFunction.made_for``: histories matter unless trained users replace them."""
+    def scopes(self) -> tuple[RewardScope, ...]:
+        """See ``RewardFunction.scopes``: histories matter unless trained users replace them."""
         model = self._opened
         users = model.users_checksum if self.users == "trained" else None
         features = model.feature_checksums.get("user") if self.reads.user else None
-        return (MadeFor(model.catalog_checksum, users, features, model.feedback if self._folds_in else None),)
+        return (RewardScope(model.catalog_checksum, users, features, model.feedback if self._folds_in else None),)
 
     @property
     def reads(self) -> Reads:
@@ -357,9 +358,9 @@ class _CombinedReward(RewardFunction):
         return rewards
 
     @property
-    def made_for(self) -> tuple[MadeFor, ...]:
-        """See ``RewardFunction.made_for``."""
-        return tuple(one for part in self.parts for one in part.made_for)
+    def scopes(self) -> tuple[RewardScope, ...]:
+        """See ``RewardFunction.scopes``."""
+        return tuple(one for part in self.parts for one in part.scopes)
 
     @property
     def requires(self) -> frozenset[str]:

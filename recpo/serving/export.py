@@ -227,7 +227,7 @@ def _validate_features(policy: Policy, features: PolicyFeatures) -> None:
 
 
 def grows(policy: Policy) -> bool:
-    """Whether a policy without encoders of item features takes new items: see ``GradeFactors.of_new_items``."""
+    """Whether a policy without encoders of item features takes new items: see ``GradeFactors.new_item_rows``."""
     return isinstance(policy, FactorPolicy) and policy.factors.options.item_features
 
 

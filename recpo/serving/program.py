@@ -122,8 +122,8 @@ class CatalogSearch(nn.Module):
             )
             raise RecpoError(message, code="unsupported", field="item_precision")
         self.num_items, self.max_history = policy.num_items, policy.max_history
-        vectors, rooted = item_matrix(policy)
-        self.table = catalog_search.BlockedTable(vectors, precision, rooted, block_rows)
+        vectors, variance_columns = item_matrix(policy)
+        self.table = catalog_search.BlockedTable(vectors, precision, variance_columns, block_rows)
         self.encoder: Any = _reading(policy, self.table, vectors, block_rows)
 
     def recommend(
@@ -143,8 +143,8 @@ def has_item_matrix(policy: Policy) -> bool:
 def item_matrix(policy: Policy) -> tuple[Tensor, int]:
     """What states are multiplied with, ``[V + 1, d]``, and how many columns are of a variance whose root is taken."""
     assert isinstance(policy, CatalogSoftmaxPolicy | TiltedPolicy)
-    rooted = policy.factors.rooted if isinstance(policy, TiltedPolicy) else 0
-    return policy.output_vectors().detach(), rooted
+    variance_columns = policy.factors.variance_columns if isinstance(policy, TiltedPolicy) else 0
+    return policy.output_vectors().detach(), variance_columns
 
 
 def ranker_of(

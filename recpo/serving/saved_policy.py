@@ -41,7 +41,7 @@ from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
 from recpo.policies.item_features import BLOCK_ITEMS, FeatureEncoder, ItemFeatures
 from recpo.policies.item_table import ItemTable
 from recpo.policies.semantic_id import SemanticIdPolicy
-from recpo.policies.tilted import OnBase, ProductPolicy, RerankedPolicy, RerankedProductPolicy, TiltedPolicy
+from recpo.policies.tilted import PolicyWithBase, ProductPolicy, RerankedPolicy, RerankedProductPolicy, TiltedPolicy
 from recpo.serving.histories import EncodedHistories
 from recpo.serving.manifest import CODES, ITEM_ENCODERS, WEIGHTS, BundleManifest, ProgramReads, readable
 from recpo.serving.runtimes import Runtime, excluded
@@ -116,7 +116,7 @@ def _described_block(policy: FeaturePolicy, block: Any) -> dict[str, Any]:
 def save_policy(policy: Policy, items: IdMap, root: Path) -> None:
     """Writes the weights of ``policy``, and its codes if it has any, into the directory of a bundle."""
     write_tensors(root / WEIGHTS, {name: value.detach().contiguous() for name, value in policy.state_dict().items()})
-    policy = policy.base if isinstance(policy, OnBase) else policy
+    policy = policy.base if isinstance(policy, PolicyWithBase) else policy
     if isinstance(policy, SemanticIdPolicy):
         ids = torch.arange(1, policy.num_items + 1, device=policy.trie.device)
         codes = Codes(policy.tokens(ids).cpu().numpy(), policy.trie.codebook_sizes, policy.catalog_checksum or "")
@@ -322,7 +322,7 @@ def _of_factors(
         )
         raise RecpoError(message, code="old_format", field=f"{name}item_prior")
     own.load_state_dict({part: weights[f"{name}{part}"] for part in priors}, strict=False)
-    return {f"{name}{part}": rows for part, rows in own.of_new_items(features.tensors()).items()}
+    return {f"{name}{part}": rows for part, rows in own.new_item_rows(features.tensors()).items()}
 
 
 def _encoded(encoder: FeatureEncoder, features: FeatureArrays) -> Tensor:

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, validate_ranges
 from recpo.base.features import Categories, Category, Feature, FeatureSchema, Number, Vector, of_type
-from recpo.base.types import EventPlaces, Histories
+from recpo.base.types import EventIndices, Histories
 from recpo.ops.kernels import block_size
 from recpo.policies.blocks import HSTUBlock, SASRecBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
@@ -352,8 +352,8 @@ class Workload(WorkloadOptions):
             saved_tensors_hooks(keep, lambda tensor: tensor),
         ):
             events = torch.zeros(shape, dtype=torch.long)
-            padded = EventPlaces(events[:0, 0], self.history_length)  # no place is skipped
-            histories = Histories(events, events[:, 0], events, events, places=padded)
+            padded = EventIndices(events[:0, 0], self.history_length)  # no padding is skipped
+            histories = Histories(events, events[:, 0], events, events, event_indices=padded)
             states = policy.encoder(torch.zeros(*shape, self.dim, requires_grad=True), histories)
             scores = []
             if self.policy == "semantic":

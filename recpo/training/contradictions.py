@@ -6,7 +6,6 @@ from recpo.base.contracts import (
     AdvantageEstimator,
     Objective,
     Policy,
-    Requirement,
     ReturnEstimator,
     RewardFunction,
     StatePolicy,
@@ -14,6 +13,7 @@ from recpo.base.contracts import (
 )
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FEEDBACK_KINDS
+from recpo.base.requirements import Requirement
 from recpo.base.types import SlateTraits
 from recpo.objectives.likelihood import Likelihood
 from recpo.training.options import LearningOptions, RolloutOptions
@@ -274,19 +274,19 @@ def _validate_penalized_rewards(options: LearningOptions) -> None:
 
 def _validate_draws(objective: Objective, rollout: RolloutOptions) -> None:
     """Raises if the objective expects draws and gets distinct candidates, or the other way round."""
-    wanted, drawn = objective.reads_draws, rollout.candidates == "draws"
-    if wanted is None:
+    accepted, drawn = objective.accepted_candidates, rollout.candidates == "draws"
+    if accepted == "any":
         return
-    name = type(objective).__name__
-    if wanted != drawn:
+    name, wants_draws = type(objective).__name__, accepted == "draws"
+    if wants_draws != drawn:
         raise RecpoError(
-            f"objective {name} expects {'draws' if wanted else 'every candidate once'}, and rollout.candidates is "
+            f"objective {name} expects {'draws' if wants_draws else 'every candidate once'}, and rollout.candidates is "
             f"{rollout.candidates}: set objective.init_args.candidates_are_draws to {'true' if drawn else 'false'}, or "
             "change rollout.candidates",
             code="conflicting_options",
             field="objective.init_args.candidates_are_draws",
         )
-    if wanted and (not rollout.replacement or rollout.duplicates == "drop" or rollout.num_logged):
+    if wants_draws and (not rollout.replacement or rollout.duplicates == "drop" or rollout.num_logged):
         raise RecpoError(
             f"objective {name} reads how often an item was drawn: set rollout.replacement to true, duplicates to keep "
             "and logged_share to 0",

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Requirement, ReturnEstimator, StatePolicy, TokenAdvantageEstimator
+from recpo.base.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
+from recpo.base.requirements import Requirement
 from recpo.base.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives.advantages import whitened_advantage, whitening_sums
 from recpo.objectives.inputs import masked_mean
@@ -427,11 +428,11 @@ def _penalized(rollout: Rollout, kl_coef: float) -> Slates:
 
 
 def _decided(batch: FeedbackBatch, needed: Tensor) -> FeedbackBatch:
-    """The batch with the plan of the positions that the device has chosen, where the batch said among which."""
+    """The batch with the plan of the positions that the device has chosen, if it has a plan to choose from."""
     plan = batch.plan
-    if plan is None or plan.among is None:
+    if plan is None or plan.scorable is None:
         return batch
-    return batch._replace(plan=plan._replace(scored=plan.among._replace(needed=needed)))
+    return batch._replace(plan=plan._replace(scored=plan.scorable._replace(needed=needed)))
 
 
 def _kept(slates: Slates, advantages: Tensor) -> Tensor:

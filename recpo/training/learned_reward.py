@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from recpo.artifacts.checksums import unseal
 from recpo.artifacts.documents import read_json
-from recpo.base.contracts import MadeFor, Objective, RewardFunction, StatePolicy
+from recpo.base.contracts import Objective, RewardFunction, RewardScope, StatePolicy
 from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import FeedbackBatch, Histories, Slates
@@ -184,9 +184,9 @@ class LearnedReward(RewardFunction):
             load_calibration(self._opened, self.checkpoint, objective.target_names)
 
     @property
-    def made_for(self) -> tuple[MadeFor, ...]:
-        """See ``RewardFunction.made_for``."""
-        return (MadeFor(self._opened.catalog_checksum, feedback=self._opened.feedback),)
+    def scopes(self) -> tuple[RewardScope, ...]:
+        """See ``RewardFunction.scopes``."""
+        return (RewardScope(self._opened.catalog_checksum, feedback=self._opened.feedback),)
 
     @property
     def reads(self) -> Reads:

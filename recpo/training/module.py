@@ -10,8 +10,9 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpo.base.contracts import Policy, Requirement
+from recpo.base.contracts import Policy
 from recpo.base.errors import RecpoError
+from recpo.base.requirements import Requirement
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.batches.datamodule import Contents
 from recpo.objectives.likelihood import Likelihood
@@ -189,7 +190,7 @@ class PreferenceModule(LightningModule):
     def _whitening_sums(self, batch: FeedbackBatch, batch_idx: int) -> Tensor:
         """The sums over the advantages of the complete step: all micro-batches, with their own seeds, and all ranks."""
         sums = []
-        for number, part in enumerate([batch, *batch.following]):
+        for number, part in enumerate([batch, *batch.later_micro_batches]):
             self._seed_batch(batch_idx + number)
             sums.append(self._inputs.whitening_sums(part))
         return self._sum_over_ranks(torch.stack(sums).sum(0))

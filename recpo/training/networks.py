@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from recpo.base.contracts import Policy, StatePolicy
-from recpo.base.types import Continuations, FeedbackBatch, Histories, Slates, on_device
+from recpo.base.types import FeedbackBatch, Histories, NextRequests, Slates, on_device
 from recpo.objectives.q_learning import bellman_target
 from recpo.ops.kernels import take_rows
 from recpo.policies.item_table import ItemTable, PlacedTable
@@ -209,28 +209,31 @@ class Critic(nn.Module):
             rewards: ``[B, S]``.
         """
         assert self.target is not None
-        planned = None if batch.plan is None else batch.plan.continuations
-        following, ends, flat = continuations_of(batch.slates) if planned is None else planned
-        next_target = states_at(self.target.encode(batch.histories), following).flatten(0, 1)[flat]
+        planned = None if batch.plan is None else batch.plan.next_requests
+        next_visible, is_last, positions = next_requests_of(batch.slates) if planned is None else planned
+        next_target = states_at(self.target.encode(batch.histories), next_visible).flatten(0, 1)[positions]
         chooser = self.q_value if self.options.double else self.target.head
-        next_chooser = states_at(states, following).flatten(0, 1)[flat] if self.options.double else next_target
+        next_chooser = next_target
+        if self.options.double:
+            next_chooser = states_at(states, next_visible).flatten(0, 1)[positions]
         assert isinstance(chooser, ItemValue)
         assert self.target.head is not None
         values = self.target.head(next_target, chooser.best_items(next_chooser))
-        best = rewards.new_zeros(rewards.numel()).index_copy(0, flat, values.to(rewards.dtype)).view_as(rewards)
-        return bellman_target(rewards, best.unsqueeze(-1), ends, gamma=self.options.gamma)
+        best = rewards.new_zeros(rewards.numel()).index_copy(0, positions, values.to(rewards.dtype)).view_as(rewards)
+        return bellman_target(rewards, best.unsqueeze(-1), is_last, gamma=self.options.gamma)
 
 
-def continuations_of(slates: Slates) -> Continuations:
-    """What follows the positions of slates in the order of time: the first later one with a larger ``visible``."""
+def next_requests_of(slates: Slates) -> NextRequests:
+    """The next request after every position: the first later position with a larger ``visible``."""
     visible, mask = slates.visible, slates.mask
     # a position without a larger value sorts after every position
     beyond = int(torch.iinfo(visible.dtype).max)
     ascending = visible.masked_fill(~mask, beyond).sort(-1).values
     index = torch.searchsorted(ascending, visible.contiguous(), right=True)
-    following = torch.cat([ascending, ascending.new_full((len(ascending), 1), beyond)], 1).gather(1, index)
-    ends = (following == beyond) | ~mask
-    return Continuations(following.masked_fill(ends, 0), ends, (~ends).reshape(-1).nonzero().squeeze(1))
+    next_visible = torch.cat([ascending, ascending.new_full((len(ascending), 1), beyond)], 1).gather(1, index)
+    is_last = (next_visible == beyond) | ~mask
+    positions = (~is_last).reshape(-1).nonzero().squeeze(1)
+    return NextRequests(next_visible.masked_fill(is_last, 0), is_last, positions)
 
 
 @torch.no_grad()

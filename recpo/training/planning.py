@@ -13,14 +13,15 @@ planned is a learned reward together with logged propensities, which are validat
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Policy, Requirement, RewardFunction, TokenAdvantageEstimator
+from recpo.base.contracts import Policy, RewardFunction, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
+from recpo.base.requirements import Requirement
 from recpo.base.types import BatchPlan, FeedbackBatch, ScoringPlan, Slates
-from recpo.policies.blocks import event_places
+from recpo.policies.blocks import event_indices
 from recpo.policies.feature_policy import FeaturePolicy
 from recpo.policies.sampling import check_visible, plan_of
 from recpo.training.contradictions import all_requirements
-from recpo.training.networks import continuations_of
+from recpo.training.networks import next_requests_of
 from recpo.training.options import LearningOptions
 from recpo.training.rollout import context_numbers, items_of, rewarded
 
@@ -44,7 +45,7 @@ class StepPlanner:
         requires, advantage = all_requirements(options.objective, options.advantage), options.advantage
         self._of_rollout, self._hard_negatives = options.rollout is not None, min(hard_negatives, policy.num_items)
         is_rewarded = Requirement.REWARDS in requires
-        learned = is_rewarded and (options.reward is None or not options.reward.is_of_log)
+        learned = is_rewarded and (options.reward is None or not options.reward.needs_only_slates)
         self._device_decides = bool(hard_negatives) or learned
         of_log = not (self._of_rollout or self._device_decides)
         self._reward = options.reward if of_log and is_rewarded else None
@@ -55,21 +56,21 @@ class StepPlanner:
         # a whitened 0 is none
         self._skips_zeros = options.skips_zero_advantages and not (advantage is not None and advantage.whiten)
         self._reads_propensities = options.old_policy == "logged"
-        self._continues = Requirement.Q_VALUE in requires
+        self._plans_next_requests = Requirement.Q_VALUE in requires
 
     def __call__(self, batch: FeedbackBatch) -> FeedbackBatch:
         """The batch with its plan."""
         histories = batch.histories
         if self._readable is not None:
             width = min(histories.item_ids.shape[1], self._readable)
-            places = event_places(histories.lengths.clamp_max(width), width)
-            batch = batch._replace(histories=histories._replace(places=places))
+            indices = event_indices(histories.lengths.clamp_max(width), width)
+            batch = batch._replace(histories=histories._replace(event_indices=indices))
         if self._of_rollout:
             return batch._replace(plan=BatchPlan(contexts=context_numbers(batch)))
         if not self._device_decides:
             return self._with_positions(batch)
         # logged propensities are validated where they are needed
-        return batch._replace(plan=BatchPlan(among=None if self._reads_propensities else self._among(batch)))
+        return batch._replace(plan=BatchPlan(scorable=None if self._reads_propensities else self._scorable(batch)))
 
     def _with_positions(self, batch: FeedbackBatch) -> FeedbackBatch:
         """Plans the positions that are scored, where the batch determines them."""
@@ -83,9 +84,9 @@ class StepPlanner:
         if self._readable is not None:
             check_visible(histories, slates, needed, self._readable)
         scored = plan_of(slates, needed, histories.item_ids.shape[1] + 1)
-        scored = scored._replace(most=int(needed.sum(1).max()))
-        continuations = continuations_of(slates) if self._continues else None
-        return batch._replace(plan=BatchPlan(scored, advantages, continuations=continuations))
+        scored = scored._replace(max_per_context=int(needed.sum(1).max()))
+        next_requests = next_requests_of(slates) if self._plans_next_requests else None
+        return batch._replace(plan=BatchPlan(scored, advantages, next_requests=next_requests))
 
     def _advantages(self, batch: FeedbackBatch) -> Tensor | None:
         if isinstance(self._advantage, TokenAdvantageEstimator):
@@ -94,7 +95,7 @@ class StepPlanner:
             return self._advantage.token_advantages(batch, tokens)
         return None if self._advantage is None else self._advantage(batch)
 
-    def _among(self, batch: FeedbackBatch) -> ScoringPlan:
+    def _scorable(self, batch: FeedbackBatch) -> ScoringPlan:
         """The positions that may be scored, where the device decides: real ones, and those of hard negatives."""
         slates, histories = batch.slates, batch.histories
         mask, visible = items_of(slates), slates.visible
@@ -105,7 +106,7 @@ class StepPlanner:
             kept = (slates.chosen & slates.mask).any(1, keepdim=True).expand(-1, self._hard_negatives)
             mask, visible = torch.cat([mask, kept], 1), torch.cat([visible, histories.lengths[:, None] * kept], 1)
         plan = plan_of(Slates(mask, visible, mask), mask, histories.item_ids.shape[1] + 1)
-        return plan._replace(most=int(mask.sum(1).max()), surplus=True)
+        return plan._replace(max_per_context=int(mask.sum(1).max()), has_extra_positions=True)
 
 
 def with_rewards(batch: FeedbackBatch, reward: RewardFunction) -> FeedbackBatch:

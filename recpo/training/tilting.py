@@ -31,7 +31,7 @@ from recpo.evaluation.off_policy.results import POLICY, OffPolicyResult, snips_o
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import BaselinePolicy
 from recpo.policies.grade_factors import GradeFactors
-from recpo.policies.tilted import OnBase, ProductPolicy, RerankedPolicy, RerankedProductPolicy, TiltedPolicy
+from recpo.policies.tilted import PolicyWithBase, ProductPolicy, RerankedPolicy, RerankedProductPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import chunks
 from recpo.training import run
@@ -365,9 +365,9 @@ class TemperatureTrials:
         ]
         for batch in evaluation_batches(self.data.root, "valid", policy.max_history, self.batch_size, policy.reads):
             shown = on_device(batch, self.device)
-            with policy.keeping_histories() if isinstance(policy, OnBase) else nullcontext():
+            with policy.caching_histories() if isinstance(policy, PolicyWithBase) else nullcontext():
                 for temperature, one in zip(temperatures, passes, strict=True):
-                    if isinstance(policy, OnBase):
+                    if isinstance(policy, PolicyWithBase):
                         policy.temperature = temperature
                     one.add(shown)
             bar.update(len(batch.exclude) * len(passes))
@@ -377,7 +377,7 @@ class TemperatureTrials:
         ]
 
     def _measures(self, policy: Policy, value: Measure | None) -> list[Measure]:
-        measures: list[Measure] = [_Divergence(policy)] if isinstance(policy, OnBase) else []
+        measures: list[Measure] = [_Divergence(policy)] if isinstance(policy, PolicyWithBase) else []
         measures += [_MonitorReward(self.monitor_reward, self.k)] if self.monitor_reward is not None else []
         measures += [] if self.held_out is None else [_Grade(self.held_out.to(self.device), self.k)]
         return measures if value is None else [*measures, value]
@@ -415,7 +415,7 @@ class TemperatureTrials:
 class _Divergence(Measure):
     """Adds ``kl``, the divergence of a tilted policy from its base."""
 
-    policy: OnBase
+    policy: PolicyWithBase
 
     def update(self, observed: Observed) -> dict[str, Tensor]:
         """See ``Measure.update``."""
@@ -500,7 +500,7 @@ class TiltBase:
 
 def write_tilted(
     root: Path,
-    policy: OnBase,
+    policy: PolicyWithBase,
     base: TiltBase,
     by: ByFactors | ByBaseline,
     how: TiltResult,

@@ -39,7 +39,7 @@ from recpo.evaluation.measures import Recommender
 from recpo.lists.reranking import FloatArray, Reranker, RerankOptions
 from recpo.log.prepared import Prepared
 from recpo.policies.baseline import BaselinePolicy, FactorPolicy, options_of
-from recpo.policies.tilted import OnBase
+from recpo.policies.tilted import PolicyWithBase
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle, bundle_item_vectors
 from recpo.serving.export import grows
@@ -318,7 +318,7 @@ def reranked_contenders(
 
 def policy_item_vectors(policy: Policy) -> FloatArray | None:
     """The item vectors that the encoder of a policy reads, ``[V + 1, d]``; None if it has no such vectors."""
-    base = policy.base if isinstance(policy, OnBase) else policy
+    base = policy.base if isinstance(policy, PolicyWithBase) else policy
     if not isinstance(base, StatePolicy):
         return None
     device = next((parameter.device for parameter in base.parameters()), torch.device("cpu"))

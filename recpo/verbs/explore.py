@@ -22,7 +22,7 @@ from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of, validate_factors
 from recpo.verbs.fit import Decision
 from recpo.verbs.fit_recipes import FACTORS
-from recpo.verbs.fit_road import place_of
+from recpo.verbs.fit_steps import place_of
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of
 
 _STATIC_USERS: Final = 50

@@ -12,7 +12,7 @@ from torch import Tensor
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import NonNegativeFloat, PositiveFloat, RecpoError
 from recpo.evaluation.beyond_accuracy import Exposure
-from recpo.evaluation.reading import alike
+from recpo.evaluation.cautions import similar_lists_warning
 from recpo.log.prepared import Prepared
 from recpo.ops import exposures
 from recpo.rewards.factors import Factors
@@ -129,7 +129,7 @@ factorize = function_of(Factorize)
 
 
 def similar_lists(factors: Factors, data: Prepared, k: int = 10) -> str | None:
-    """A warning if the model's lists hardly differ between users (``recpo.evaluation.reading.alike``); None if not.
+    """A warning if the model's lists hardly differ between users (see ``similar_lists_warning``); None if not.
 
     Of up to 1,000 users of the validation period, without the items of their past.
 
@@ -145,7 +145,7 @@ def similar_lists(factors: Factors, data: Prepared, k: int = 10) -> str | None:
         users += len(batch.user_ids)
     totals = exposure.totals()
     shares = {"coverage": totals[f"coverage@{k}"], "overlap": totals[f"overlap@{k}"]}
-    return alike("factors", k=k, users=users, items=data.num_items, **shares)
+    return similar_lists_warning("factors", k=k, users=users, items=data.num_items, **shares)
 
 
 def mixed_auc(models: Sequence[Factors], data: Prepared) -> Tensor:

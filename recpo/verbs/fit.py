@@ -31,12 +31,12 @@ from recpo.log.schema import PERIODS, Columns
 from recpo.log.splits import TrainOnly
 from recpo.serving.bundle import Bundle
 from recpo.training.run import Run
-from recpo.verbs import fit_recipes, fit_road
+from recpo.verbs import fit_recipes, fit_steps
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
 from recpo.verbs.fit_recipes import Recipes, recipes_of
-from recpo.verbs.fit_road import Road, RoadOptions, deciding_split, place_of
 from recpo.verbs.fit_search import search
+from recpo.verbs.fit_steps import FitSteps, StepOptions, deciding_split, place_of
 from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import Prepare, source_of
 from recpo.verbs.verb import ResumableVerb, function_of
@@ -46,7 +46,7 @@ REPORT: Final = "report.html"
 _BUNDLE: Final = "bundle"
 _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
-_REPEATED: Final = 0.1  # share of positives of the past, from which on it is said what lists do
+_REPEATED: Final = 0.1  # from this share of positives on items of the past, the summary says whether lists repeat items
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
 
@@ -60,7 +60,7 @@ class Decision(Artifact):
     """
 
     kind: ClassVar = "decision"
-    version: ClassVar = 3
+    version: ClassVar = 4
     made_by: ClassVar = "recpo fit"
 
     root: Path
@@ -87,7 +87,7 @@ class Decision(Artifact):
 
     @property
     def prepared(self) -> Prepared:
-        """The prepared data that it was decided on: its own, or those that were given."""
+        """The prepared data that contenders were compared on: in this directory, or as passed to ``fit``."""
         given = self.facts["prepared"]
         return Prepared.open(self.root / fit_recipes.PREPARED if given is None else given)
 
@@ -112,7 +112,7 @@ class Decision(Artifact):
 
 
 @dataclass(frozen=True)
-class Fit(RoadOptions, ResumableVerb[Decision]):
+class Fit(StepOptions, ResumableVerb[Decision]):
     """Finds the policy that should ship, from a log: prepares, trains, compares, decides and exports a bundle.
 
     Fits the baselines that a team would use, selects a reward model, pre-trains, aligns in the ways that the feedback
@@ -155,17 +155,17 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
         """Runs the missing steps, decides, evaluates, exports and reports."""
         root = Path(self.out)
         with self._directory(root):
-            road = Road(root, self)
-            understood, truth, again = self._prepare(road)
+            steps = FitSteps(root, self)
+            understood, truth, again = self._prepare(steps)
             for text in understood:
-                road.say(text)
-            self._compare(road, twice=again is not None)
-            choice = choose(road.measured, road.criterion, road.k)
-            road.say(choice.reason)
-            self._evaluate(road, choice.tested, truth)
-            final = road if again is None else self._again(road, again, choice.name)
-            self._export(road, final, choice.name)
-            facts = self._facts(road, final, choice, understood)
+                steps.say(text)
+            self._compare(steps, twice=again is not None)
+            choice = choose(steps.measured, steps.criterion, steps.k)
+            steps.say(choice.reason)
+            self._evaluate(steps, choice.tested, truth)
+            final = steps if again is None else self._remake(steps, again, choice.name)
+            self._export(steps, final, choice.name)
+            facts = self._facts(steps, final, choice, understood)
             Decision.write_facts(root, facts)
             with output_file(root / REPORT) as working:
                 working.write_text(decision_report(facts), encoding="utf-8")
@@ -184,21 +184,22 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
     @contextmanager
     def _directory(self, root: Path) -> Iterator[None]:
         """Creates the directory, or checks the one to resume, and keeps other processes out."""
-        # of a directory around the fit, as the one with the data, the files are named
-        is_around = isinstance(self.log, str | Path) and Path(self.log).is_dir() and kind_of(self.log) is None
-        with self.directory(root, inputs=[] if is_around else [self.log]) as again:
+        # a directory with log files is no input, because the fit may be created inside it
+        is_plain = isinstance(self.log, str | Path) and Path(self.log).is_dir() and kind_of(self.log) is None
+        with self.directory(root, inputs=[] if is_plain else [self.log]) as again:
             try:
                 yield
             except RecpoError:
-                if not again and not (root / fit_road.PLAN).exists():  # the log was refused: nothing is worth keeping
+                if not again and not (root / fit_steps.PLAN).exists():  # the log was refused: there is nothing to keep
                     shutil.rmtree(root, ignore_errors=True)
                 raise
 
-    def _prepare(self, road: Road) -> tuple[list[str], Path | str | None, Prepare | None]:
+    def _prepare(self, steps: FitSteps) -> tuple[list[str], Path | str | None, Prepare | None]:
         """Prepares the log.
 
         Returns:
-            What it understood of the log, where the truth is, and the preparation for what ships; None = the same.
+            What it found in the log, in sentences; the directory of the truth; and the preparation on all events, to
+            make the chosen contender again; None = it ships as it was evaluated.
         """
         given, truth = self.log, self.truth
         if isinstance(given, str | Path) and kind_of(given) in ("prepared", "simulation"):
@@ -211,43 +212,43 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
                     code="conflicting_options",
                     field="repeats",
                 )
-            road.data = given
+            steps.data = given
             return [f"prepared data in {given.root}"], truth, None
         if isinstance(given, Simulation):
             truth = truth or given.root
             log = [str(one) for one in (given.log, given.items, given.users) if one]
         else:
             source = source_of(given, "log")
-            log = source if isinstance(source, list) else [self._kept(road.root, source)]
+            log = source if isinstance(source, list) else [self._saved_frame(steps.root, source)]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
-        options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found, road.root), **tables}
+        options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found, steps.root), **tables}
         split = deciding_split(options["split"], found.counts)
-        verb = Prepare(out=road.root / fit_recipes.PREPARED, **options)
-        road.data = self._prepared(road, replace(verb, split=split))
-        understood = [*_understood(found), _counted(road.data), *_repeated(road.data)]
+        verb = Prepare(out=steps.root / fit_recipes.PREPARED, **options)
+        steps.data = self._prepared(steps, replace(verb, split=split))
+        understood = [*_understood(found), _counted(steps.data), *_repeated(steps.data)]
         if split != verb.split:
             understood.append(f"small log: decided by {_changed(verb.split, split)}")
-        again: dict[str, Any] = {"repeats": road.data.repeats, "idle_days": road.data.idle_days, "split": TrainOnly()}
-        return understood, truth, replace(verb, out=road.root / fit_road.FINAL / fit_recipes.PREPARED, **again)
+        again: dict[str, Any] = {"repeats": steps.data.repeats, "idle_days": steps.data.idle_days, "split": TrainOnly()}
+        return understood, truth, replace(verb, out=steps.root / fit_steps.FINAL / fit_recipes.PREPARED, **again)
 
     @staticmethod
-    def _prepared(road: Road, verb: Prepare) -> Prepared:
+    def _prepared(steps: FitSteps, verb: Prepare) -> Prepared:
         """The data, with the file that repeats their preparation beside them."""
         out = Path(verb.out)
         out.parent.mkdir(exist_ok=True)
-        verb.write_resolved(out.parent / fit_road.PREPARE)
-        road.step(verb, ["prepare", "--config", out.parent / fit_road.PREPARE])
+        verb.write_resolved(out.parent / fit_steps.PREPARE)
+        steps.run(verb, ["prepare", "--config", out.parent / fit_steps.PREPARE])
         return Prepared.open(out)
 
-    def _again(self, road: Road, verb: Prepare, name: str) -> Road:
-        """The road with what ships: made again on all events, or, where that fails, as it was decided."""
-        road.say(f"{name} is made again on all events")
-        final = road.again(self._prepared(road, verb))
-        return final if final.remake(name) else road
+    def _remake(self, steps: FitSteps, verb: Prepare, name: str) -> FitSteps:
+        """Makes the chosen contender again on all events; returns ``steps`` if its training fails."""
+        steps.say(f"{name} is made again on all events")
+        final = steps.on_all_events(self._prepared(steps, verb))
+        return final if final.remake(name) else steps
 
     @staticmethod
-    def _kept(root: Path, frame: pa.Table) -> str:
+    def _saved_frame(root: Path, frame: pa.Table) -> str:
         """The frame as a file, so that the commands can read it."""
         file = root / _FRAME
         if not file.is_file():
@@ -255,82 +256,82 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
                 pq.write_table(frame, working)
         return str(file)
 
-    def _compare(self, road: Road, twice: bool) -> None:
+    def _compare(self, steps: FitSteps, twice: bool) -> None:
         """Fits, trains, tilts, searches and measures all contenders.
 
         Args:
-            road: the steps so far.
-            twice: whether what ships is made again.
+            steps: the steps so far.
+            twice: whether the chosen contender is made again on all events.
         """
-        names: list[str] = list(road.named)
-        if road.graded:
-            road.factorize()
+        names: list[str] = list(steps.named)
+        if steps.graded:
+            steps.factorize()
             names.append(fit_recipes.FACTORS)
-        recipes = self._recipes(road)
+        recipes = self._recipes(steps)
         for name in names:
-            road.measure(name)
-        if road.by_grades:  # who chose what, and the grades
-            self._tilt(road, fit_road.ALLRANK)
-        road.show_list()
-        road.decide_effort(recipes, twice)
-        for name in road.plan.recipes:
-            if road.train(name, fit_recipes.RECIPES[name]):
-                road.measure(name)
+            steps.measure(name)
+        if steps.by_grades:  # who chose what, and the grades
+            self._tilt(steps, fit_steps.ALLRANK)
+        steps.show_list()
+        steps.decide_effort(recipes, twice)
+        for name in steps.plan.recipes:
+            if steps.train(name, fit_recipes.RECIPES[name]):
+                steps.measure(name)
                 if name in fit_recipes.TILTED:
-                    self._tilt(road, name)
-        found = search(road, reserve=_RESERVE * road.measuring_seconds + twice * road.seconds_again)
+                    self._tilt(steps, name)
+        found = search(steps, reserve=_RESERVE * steps.measuring_seconds + twice * steps.seconds_again)
         if found:
-            self._tilt(road, max(found, key=road.value))
+            self._tilt(steps, max(found, key=steps.value))
 
     @staticmethod
-    def _recipes(road: Road) -> Sequence[Recipes]:
-        """What the feedback allows to train, the most wanted first."""
+    def _recipes(steps: FitSteps) -> Sequence[Recipes]:
+        """The recipes that can learn from the feedback of the log, the most wanted first."""
         wanted = [fit_recipes.PRETRAIN]
-        counts = road.data.feedback_counts["train"]
-        if road.graded:
+        counts = steps.data.feedback_counts["train"]
+        if steps.graded:
             wanted.append(fit_recipes.MPO)
             model = fit_recipes.REWARD_MODEL
-            if road.has_features and road.train(model, fit_recipes.RECIPES[model]):
+            if steps.has_features and steps.train(model, fit_recipes.RECIPES[model]):
                 wanted.append(fit_recipes.MPO_MODEL)
         if counts["disliked"] or counts["skipped"]:
             wanted += [fit_recipes.GBPO, fit_recipes.VALUE_DPO, fit_recipes.VALUE_DPO_LIKELIHOOD]
         if len(wanted) == 1:
             return fit_recipes.POSITIVES
-        return recipes_of(wanted, [fit_recipes.GSPO] if road.graded else [])
+        return recipes_of(wanted, [fit_recipes.GSPO] if steps.graded else [])
 
     @staticmethod
-    def _tilt(road: Road, base: str) -> None:
-        if road.tilt(base):
-            road.measure(f"{fit_road.TILTED}{base}")
+    def _tilt(steps: FitSteps, base: str) -> None:
+        if steps.tilt(base):
+            steps.measure(f"{fit_steps.TILTED}{base}")
 
-    def _evaluate(self, road: Road, names: Sequence[str], truth: Path | str | None) -> None:
+    def _evaluate(self, steps: FitSteps, names: Sequence[str], truth: Path | str | None) -> None:
         """Evaluates contenders on the test period, once."""
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
-        how |= {"baseline_cache": road.root / BASELINES_DIRECTORY, "baseline_options": road.baseline_options}
-        if not propensity_share(road.data, "test"):  # or the report would advise an option of evaluate
+        how |= {"baseline_cache": steps.root / BASELINES_DIRECTORY, "baseline_options": steps.baseline_options}
+        if not propensity_share(steps.data, "test"):  # or the report would advise an option of evaluate
             how["off_policy"] = None
-        named = [place_of(road.root, name) for name in names]
-        road.step(Evaluate(road.data, named, out=road.root / _EVALUATION, ks=[road.k], **how))
+        named = [place_of(steps.root, name) for name in names]
+        steps.run(Evaluate(steps.data, named, out=steps.root / _EVALUATION, ks=[steps.k], **how))
 
     @staticmethod
-    def _export(road: Road, final: Road, name: str) -> None:
-        """Exports what ships, with what was measured of it on the test period."""
-        how: dict[str, Any] = {"evaluation": road.root / _EVALUATION, "prepared": final.data}
+    def _export(steps: FitSteps, final: FitSteps, name: str) -> None:
+        """Exports the chosen contender, with its metrics on the test period."""
+        how: dict[str, Any] = {"evaluation": steps.root / _EVALUATION, "prepared": final.data}
         how |= {"baseline_cache": final.root / BASELINES_DIRECTORY, "baseline_options": final.baseline_options}
-        final.step(Export(place_of(final.root, name), out=road.root / _BUNDLE, **how))
+        final.run(Export(place_of(final.root, name), out=steps.root / _BUNDLE, **how))
 
-    def _facts(self, road: Road, final: Road, choice: Choice, understood: list[str]) -> dict[str, Any]:
-        criterion, evaluation = road.criterion, Evaluation.open(road.root / _EVALUATION)
+    def _facts(self, steps: FitSteps, final: FitSteps, choice: Choice, understood: list[str]) -> dict[str, Any]:
+        criterion, evaluation = steps.criterion, Evaluation.open(steps.root / _EVALUATION)
         tested = {one["name"]: one for one in evaluation.document["contenders"]}
-        wanted = [criterion, *(f"{name}@{road.k}" for name in TESTED)]
+        wanted = [criterion, *(f"{name}@{steps.k}" for name in TESTED)]
         rows = []
         for row in choice.standings:
             measured = tested.get(row.name, {}).get("metrics", {})
             test = {name: measured[name] for name in wanted if name in measured}
-            rows.append({**as_json(row), "temperature": _temperature(road.run_of(row.name)), "test": test})
+            rows.append({**as_json(row), "temperature": _temperature(steps.run_of(row.name)), "test": test})
         shipped = final.run_of(choice.name)
         advice = [
-            *(f"{name} is left out: {why}." for name, why in road.plan.failed.items()),
+            *(f"{name} is left out: {why}." for name, why in steps.plan.failed.items()),
             *choice.advice,
             *(f"{choice.name}: {said}" for said in (() if shipped is None else shipped.advice)),
         ]
@@ -339,32 +340,33 @@ class Fit(RoadOptions, ResumableVerb[Decision]):
             "chosen": choice.name,
             "reason": choice.reason,
             "criterion": {"metric": criterion, "why": CRITERIA[criterion.partition("@")[0]]},
-            "propensity": road.propensity,
+            "propensity": steps.propensity,
             "strongest_baseline": choice.strongest_baseline,
             "policy": choice.policy,
+            "measure": choice.measure,
             "gain": as_json(choice.gain),
             "p_value": choice.p_value,
             "leaderboard": rows,
-            "prepared": _outside(road),
-            "made_again": final is not road,
+            "prepared": _outside_directory(steps),
+            "made_again": final is not steps,
             "understood": understood,
             "advice": advice,
             "warnings": [*advice, *evaluation.warnings],
             "minutes": self.minutes,
-            "seconds": road.plan.spent,
-            "effort": road.plan.effort,
-            "left_out": road.left_out,
-            "trials": road.plan.trials,
+            "seconds": steps.plan.spent,
+            "effort": steps.plan.effort,
+            "left_out": steps.left_out,
+            "trials": steps.plan.trials,
             "oracle": {name: tested["oracle"]["metrics"].get(name) for name in wanted} if "oracle" in tested else None,
             "seed": self.seed,
-            "steps": road.plan.steps,
+            "steps": steps.plan.steps,
         }
 
 
-def _outside(road: Road) -> str | None:
-    """Where the prepared data are; None = in the directory of the fit, which may be moved."""
-    root = road.data.root
-    if root == road.root / fit_recipes.PREPARED:
+def _outside_directory(steps: FitSteps) -> str | None:
+    """The directory of the prepared data; None = inside the directory of the fit, which may be moved."""
+    root = steps.data.root
+    if root == steps.root / fit_recipes.PREPARED:
         return None
     return str(root.absolute() if isinstance(root, Path) else root)
 
@@ -379,7 +381,7 @@ def _temperature(run: Run | None) -> float | None:
 
 
 def _understood(found: Inspection) -> list[str]:
-    """What was read from the log, in sentences."""
+    """What was found in the log, in sentences."""
     counts = found.counts
     size = f"{counts.events:,} events of {counts.users:,} users on {counts.items:,} items"
     columns = ", ".join(f"{one.role} = {one.source}" for one in found.findings)
@@ -390,7 +392,7 @@ def _understood(found: Inspection) -> list[str]:
 
 
 def _counted(data: Prepared) -> str:
-    """How many events say what, and how many were left out."""
+    """How many events have each kind of feedback, and how many were left out."""
     kinds = {name: sum(data.feedback_counts[period][name] for period in PERIODS) for name in FEEDBACK_KINDS}
     said = ", ".join(f"{count:,} {name}" for name, count in kinds.items() if count)
     dropped = sum(data.manifest["counts"]["dropped"].values())
@@ -399,7 +401,7 @@ def _counted(data: Prepared) -> str:
 
 
 def _repeated(data: Prepared) -> list[str]:
-    """How much of what people choose they had before, and what follows for the lists; nothing if it is little."""
+    """The share of positives on items of the user's past, and whether lists repeat items; empty if it is small."""
     if data.repeated_share < _REPEATED and not data.repeats:
         return []
     follows = "may repeat items" if data.repeats else "do not repeat items (repeats true: they may)"

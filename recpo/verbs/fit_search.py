@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from recpo.evaluation.decision import leaderboard
-from recpo.verbs import fit_recipes, fit_road
-from recpo.verbs.fit_road import Road
+from recpo.verbs import fit_recipes, fit_steps
+from recpo.verbs.fit_steps import FitSteps
 
 _SEARCH: Final = "the search"
 _MOST_TRIALS: Final = 20
@@ -67,32 +67,32 @@ SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
 }
 
 
-def search(road: Road, reserve: float) -> list[str]:
+def search(steps: FitSteps, reserve: float) -> list[str]:
     """Trains variants of the leading recipe while the budget lasts; returns their names.
 
     The sampler is Optuna's tree-structured Parzen estimator with the seed of the fit, so one seed and one number of
     trials give the same trials. Without Optuna (``pip install recpo[search]``) nothing is searched, which is said.
 
     Args:
-        road: the steps so far.
+        steps: the steps so far.
         reserve: seconds to keep for what follows.
     """
-    leading = _leading_recipe(road)
-    if road.plan.trials == 0 or leading is None:
+    leading = _leading_recipe(steps)
+    if steps.plan.trials == 0 or leading is None:
         return []
     try:
         import optuna
     except ImportError:
-        road.plan.failed[_SEARCH] = "Optuna is not installed (pip install 'recpo[search]')"
-        road.say(f"no search: {road.plan.failed[_SEARCH]}")
+        steps.plan.failed[_SEARCH] = "Optuna is not installed (pip install 'recpo[search]')"
+        steps.say(f"no search: {steps.plan.failed[_SEARCH]}")
         return []
-    road.plan.failed.pop(_SEARCH, None)
+    steps.plan.failed.pop(_SEARCH, None)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    sampler = optuna.samplers.TPESampler(seed=road.options.seed, n_startup_trials=_STARTUP_TRIALS)
+    sampler = optuna.samplers.TPESampler(seed=steps.options.seed, n_startup_trials=_STARTUP_TRIALS)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     log_scale, choice = optuna.distributions.FloatDistribution, optuna.distributions.CategoricalDistribution
     recipe = fit_recipes.RECIPES[leading]
-    known = road.options_of(recipe)
+    known = steps.options_of(recipe)
     defaults = {one.option: known.get(one.option, one.default) for one in SPACES[leading]}
     space: dict[str, Any] = {
         one.option: choice(sorted({*one.choices, defaults[one.option]}))
@@ -100,34 +100,34 @@ def search(road: Road, reserve: float) -> list[str]:
         else log_scale(one.low, one.high, log=True)
         for one in SPACES[leading]
     }
-    study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(road, leading)))
+    study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(steps, leading)))
     found: list[str] = []
     number = 0
-    longest = road.plan.seconds_of(road.root / fit_recipes.RUNS / leading) or 0.0
-    while number < (_MOST_TRIALS if road.plan.trials is None else road.plan.trials):
-        if road.plan.trials is None and road.left - reserve < 1.2 * longest:
+    longest = steps.plan.seconds_of(steps.root / fit_recipes.RUNS / leading) or 0.0
+    while number < (_MOST_TRIALS if steps.plan.trials is None else steps.plan.trials):
+        if steps.plan.trials is None and steps.left - reserve < 1.2 * longest:
             break
         number += 1
         began, trial = time.monotonic(), study.ask(space)
         name = f"{leading}-{number}"
         values = trial.params.items()
         changed = {key: float(f"{one:.{_DIGITS}g}") if isinstance(one, float) else one for key, one in values}
-        if road.train(name, recipe, changed):
-            study.tell(trial, _value(road, name))
+        if steps.train(name, recipe, changed):
+            study.tell(trial, _value(steps, name))
             found.append(name)
         else:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
         longest = max(longest, time.monotonic() - began)
-    road.plan.trials = number
-    road.save()
+    steps.plan.trials = number
+    steps.save()
     return found
 
 
-def _leading_recipe(road: Road) -> str | None:
+def _leading_recipe(steps: FitSteps) -> str | None:
     """The trained recipe with the best value, tilted or not; None if only pre-training could be repeated for others."""
-    trained, failed = road.plan.recipes, road.plan.failed
-    for row in leaderboard(road.measured, road.criterion, road.options.k):
-        recipe = row.name.removeprefix(fit_road.TILTED)
+    trained, failed = steps.plan.recipes, steps.plan.failed
+    for row in leaderboard(steps.measured, steps.criterion, steps.options.k):
+        recipe = row.name.removeprefix(fit_steps.TILTED)
         if recipe in trained:
             # what lifts a tilted pre-trained policy is the reward model, which MPO trains toward
             by_reward = recipe == fit_recipes.PRETRAIN and fit_recipes.MPO in trained and fit_recipes.MPO not in failed
@@ -135,6 +135,6 @@ def _leading_recipe(road: Road) -> str | None:
     return None
 
 
-def _value(road: Road, name: str) -> float:
-    value = road.value(name)
+def _value(steps: FitSteps, name: str) -> float:
+    value = steps.value(name)
     return value if math.isfinite(value) else 0.0

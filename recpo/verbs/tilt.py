@@ -16,7 +16,7 @@ from recpo.evaluation.contenders import BaselineOptions
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.log.prepared import Prepared
 from recpo.policies.grade_factors import validate_temperature
-from recpo.policies.tilted import OnBase
+from recpo.policies.tilted import PolicyWithBase
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.rewards import LoggedReward, validate_identity
@@ -180,7 +180,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
                 field="prepared",
             )
         base = tilting.TiltBase.of_run(run, self.checkpoint)
-        if isinstance(base.policy, OnBase):
+        if isinstance(base.policy, PolicyWithBase):
             raise RecpoError(
                 f"{run.root} is tilted already: name the run that it was made from",
                 code="unsupported",

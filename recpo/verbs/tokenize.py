@@ -40,23 +40,23 @@ class VectorsFromRun(sources.VectorSource):
         """See ``VectorSource``.
 
         Raises:
-            RecpoError: the run has other items, or its policy has no item table; or there are earlier codebooks,
-                because the vectors of every run have their own space.
+            RecpoError: the run has other items, its policy has no item table, or ``earlier`` is given, because the
+                vectors of every run have their own space.
         """
         if earlier is not None:
             raise RecpoError(
-                "codebooks cannot encode the item table of another run, because its vectors have their own space: use "
-                "VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for new items, or make all codes "
-                "again",
+                "extends: the earlier codebooks cannot encode the vectors of another run, because the vectors of every "
+                "run have their own space: use VectorsFromFeatures, VectorsFromParquet or VectorsFromCooccurrence for "
+                "new items, or make all codes again without extends",
                 code="conflicting_options",
-                field="codebooks",
+                field="extends",
             )
         run = Run.open(self.run, self.trust)
         run.validate_items(data)
         table = getattr(run.policy(self.checkpoint), "item_table", None)
         if table is None:
             raise RecpoError(
-                f"{self.run}: its policy has no item table to take vectors from",
+                f"{self.run}: its policy has no item table (only policies with one vector per item do)",
                 code="unsupported",
                 field="vectors.run",
             )
@@ -98,12 +98,12 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
 
     def execute(self) -> Codes:
         """Makes the codes, then writes the directory."""
-        kmeans = self.part(ResidualKMeans)
+        kmeans, out = self.part(ResidualKMeans), Path(self.out)
         data = Prepared.open(self.prepared)
-        source = (
-            sources.VectorsFromFrame(self.vectors) if isinstance(self.vectors, ArrowStream | Mapping) else self.vectors
-        )
-        items, place, out = data.item_ids(), compute_device(self.device), Path(self.out)
+        items, device = data.item_ids(), compute_device(self.device)
+        source = self.vectors
+        if isinstance(source, ArrowStream | Mapping):
+            source = sources.VectorsFromFrame(source)
         inputs = [data, self.extends, getattr(source, "file", None), getattr(source, "run", None)]
         with (
             output_directory(out, kind="codes", overwrite=self.overwrite, inputs=inputs) as partial,
@@ -111,22 +111,23 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
                 total=kmeans.levels + 3, desc="tokenize", unit="stage", disable=None if self.progress else True
             ) as bar,
         ):
-            result = make_codes(
+            tokenization = make_codes(
                 source,
                 data,
                 items,
                 kmeans,
                 collisions=self.collisions,
-                codebooks=None if self.extends is None else Path(self.extends),
-                device=place,
+                earlier=None if self.extends is None else Path(self.extends),
+                device=device,
                 seed=self.seed,
-                finished=bar.update,
+                on_stage=bar.update,
             )
-            if result.codebooks is not None:
-                result.codebooks.save(partial)
-            semantic = Codes(result.codes.cpu().numpy(), result.codebook_sizes, data.catalog_checksum)
-            facts = {"source": type(source).__name__, "seed": self.seed, **result.facts, "report": report_of(result)}
-            semantic.save(partial, items.to_external(range(1, len(items) + 1)), facts)
+            if tokenization.codebooks is not None:
+                tokenization.codebooks.save(partial)
+            codes = Codes(tokenization.codes.cpu().numpy(), tokenization.codebook_sizes, data.catalog_checksum)
+            facts = {"source": type(source).__name__, "seed": self.seed, **tokenization.facts}
+            facts["report"] = report_of(tokenization)
+            codes.save(partial, items.to_external(range(1, len(items) + 1)), facts)
             self.write_resolved(partial / "resolved.yaml")
             bar.update(bar.total - bar.n)
         return Codes.open(out)

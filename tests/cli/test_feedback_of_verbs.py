@@ -92,7 +92,7 @@ def test_a_reward_that_reads_levels_reads_those_of_its_definition(road, others, 
     for reward in (folded, recpo.WeightedSum([trained, folded], [1.0, 1.0])):
         with refused("mismatch", "feedback"):
             validate_identity(reward, "reward", others["label"])
-    assert trained.made_for[0].feedback is None
+    assert trained.scopes[0].feedback is None
 
 
 @pytest.mark.slow

@@ -40,9 +40,9 @@ from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import AllRankOptions, ImplicitOptions, open_fitted
 from recpo.training.fit import parse_arguments
 from recpo.training.sizes import counts_of, sizes_of
-from recpo.verbs import fit_road, fit_search
+from recpo.verbs import fit_search, fit_steps
 from recpo.verbs.fit_recipes import POSITIVES, RECIPES, recipes_of
-from recpo.verbs.fit_road import PLAN, Plan, Road, RoadOptions, deciding_split
+from recpo.verbs.fit_steps import PLAN, FitSteps, Plan, StepOptions, deciding_split
 from recpo.verbs.init import preparation_of, write_configurations
 from recpo.verbs.tilt import Tilt
 from tests.log.test_features import prepare as featured_log
@@ -116,10 +116,12 @@ def test_a_fit_decides_reports_and_serves(fitted):
 def test_without_propensities_they_are_estimated(demo, tmp_path):
     log = ds.dataset(demo.log / "log").to_table().drop_columns(["propensity", "is_random"])
     pq.write_table(log, tmp_path / "log.parquet")
-    road = Road(tmp_path / "fit", RoadOptions())
-    road.data = recpo.prepare(**preparation_of(inspect_log([str(tmp_path / "log.parquet")])), out=tmp_path / "prepared")
-    assert road.propensity == "estimated"
-    rewards = {name: reward_of(road.measure(name), 10) for name in ("popularity", "implicit_als")}
+    steps = FitSteps(tmp_path / "fit", StepOptions())
+    steps.data = recpo.prepare(
+        **preparation_of(inspect_log([str(tmp_path / "log.parquet")])), out=tmp_path / "prepared"
+    )
+    assert steps.propensity == "estimated"
+    rewards = {name: reward_of(steps.measure(name), 10) for name in ("popularity", "implicit_als")}
     assert all(0 < half_width < 1 for _, half_width in rewards.values())
     assert rewards["implicit_als"][0] > rewards["popularity"][0]
 
@@ -250,22 +252,22 @@ def test_a_policy_is_trained_again_for_as_many_epochs_as_its_best_checkpoint(dem
     options = preparation_of(found)
     first = recpo.prepare(**options, out=tmp_path / "prepared")
     whole = recpo.prepare(**{**options, "split": TrainOnly(), "repeats": False}, out=tmp_path / "whole")
-    road = road_of(first.root, tmp_path)
-    road.plan.effort = 1 / 32
-    road.factorize()
-    road.measure("popularity")
+    steps = steps_of(first.root, tmp_path)
+    steps.plan.effort = 1 / 32
+    steps.factorize()
+    steps.measure("popularity")
     names = ("pretrain", "mpo", "value_dpo")
-    assert all(road.train(name, RECIPES[name]) for name in names)
-    assert road.tilt("pretrain", 0.05)
-    assert road.tilt("allrank", 0.05)
-    final = road.again(whole)
+    assert all(steps.train(name, RECIPES[name]) for name in names)
+    assert steps.tilt("pretrain", 0.05)
+    assert steps.tilt("allrank", 0.05)
+    final = steps.on_all_events(whole)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "no user of the validation period")
         warnings.filterwarnings("error", ".*could not find the monitored key")
         assert all(map(final.remake, (*names, "tilted-pretrain", "tilted-allrank")))
-    assert not road.plan.failed
+    assert not steps.plan.failed
     shares = [sum(one.feedback_counts["train"].values()) for one in (whole, first)]
-    before, after = road.run_of("pretrain"), final.run_of("pretrain")
+    before, after = steps.run_of("pretrain"), final.run_of("pretrain")
     assert after.best_step == math.ceil(before.best_step * shares[0] / shares[1])
     assert after.monitor not in after.results  # nothing was validated
     assert final.run_of("tilted-allrank").results["tilt/temperature"] == 0.05
@@ -277,12 +279,12 @@ def test_graded_events_without_pairs_of_a_user_are_decided_by_lists_and_tilted_b
     found, tilts = inspect_log([str(demo.log / "log")]), []
     options = {**preparation_of(found), "split": LeaveLastOut(), "repeats": False}
     data = recpo.prepare(**options, out=tmp_path / "prepared")
-    road = road_of(data.root, tmp_path)
-    road.measure("popularity")
-    assert road.criterion == "NDCG@5"
-    assert (road.graded, road.by_grades) == (True, False)
-    monkeypatch.setattr(Road, "step", lambda self, verb: tilts.append(verb))
-    assert not road.tilt("pretrain")
+    steps = steps_of(data.root, tmp_path)
+    steps.measure("popularity")
+    assert steps.criterion == "NDCG@5"
+    assert (steps.graded, steps.by_grades) == (True, False)
+    monkeypatch.setattr(FitSteps, "run", lambda self, verb: tilts.append(verb))
+    assert not steps.tilt("pretrain")
     assert [one.factors for one in tilts] == ["sequential_rules"]
 
 
@@ -325,15 +327,15 @@ def test_events_of_the_days_before_the_test_are_counted(by_day, valid_days):
 
 
 def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path, monkeypatch):
-    done, factorize, road = [], Road.factorize, road_of(prepared, tmp_path)
-    factorize(road)
-    monkeypatch.setattr(Road, "_train", lambda self, out, files, options, callbacks=(): done.append((out, options)))
-    monkeypatch.setattr(Road, "factorize", lambda self: done.append((self.root / "factors", {})))
-    monkeypatch.setattr(Road, "run_of", lambda self, name: SimpleNamespace(best_step=30))
+    done, factorize, steps = [], FitSteps.factorize, steps_of(prepared, tmp_path)
+    factorize(steps)
+    monkeypatch.setattr(FitSteps, "_train", lambda self, out, files, options, callbacks=(): done.append((out, options)))
+    monkeypatch.setattr(FitSteps, "factorize", lambda self: done.append((self.root / "factors", {})))
+    monkeypatch.setattr(FitSteps, "run_of", lambda self, name: SimpleNamespace(best_step=30))
     for name, changed in {"pretrain": {}, "mpo": {}, "mpo-1": {"optimizer.init_args.lr": 0.02}}.items():
-        road.train(name, RECIPES[name.partition("-")[0]], changed)
+        steps.train(name, RECIPES[name.partition("-")[0]], changed)
     done.clear()
-    final = road.again(Prepared.open(prepared))
+    final = steps.on_all_events(Prepared.open(prepared))
     assert final.remake("mpo-1")
     made = {str(out.relative_to(tmp_path)): options for out, options in done}
     assert list(made) == ["final/runs/pretrain", "final/factors", "final/runs/mpo-1"]
@@ -348,9 +350,9 @@ def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path,
         opened = Factors.open if name == "factorization" else open_fitted
         model = opened(next((tmp_path / "baselines").glob(f"{name}-*")))
         assert len(model.facts["tried"]) > 1
-        assert getattr(final.baseline_options, name) == getattr(road.baseline_options, name).of(model)
+        assert getattr(final.baseline_options, name) == getattr(steps.baseline_options, name).of(model)
     chosen, verbs = Factors.open(tmp_path / "factors").facts["chosen"], []
-    monkeypatch.setattr(Road, "step", lambda self, verb, *places: verbs.append(verb))
+    monkeypatch.setattr(FitSteps, "run", lambda self, verb, *places: verbs.append(verb))
     factorize(final)
     (verb,) = verbs
     assert (verb.ranks, verb.consumption) == ((chosen["rank"],), (chosen["consumption"],))
@@ -358,18 +360,18 @@ def test_what_a_contender_needs_is_made_again_as_it_was_made(prepared, tmp_path,
 
 
 def test_what_collapses_when_it_is_made_again_is_no_contender_that_is_left_out(prepared, tmp_path, monkeypatch):
-    road = road_of(prepared, tmp_path)
-    monkeypatch.setattr(Road, "_train", lambda self, out, files, options, callbacks=(): None)
-    assert road.train("pretrain", RECIPES["pretrain"])
+    steps = steps_of(prepared, tmp_path)
+    monkeypatch.setattr(FitSteps, "_train", lambda self, out, files, options, callbacks=(): None)
+    assert steps.train("pretrain", RECIPES["pretrain"])
 
     def collapse(self, out, files, options, callbacks=()):
         raise RecpoError("the policy has collapsed: entropy fell", code="diverged")
 
-    monkeypatch.setattr(Road, "_train", collapse)
-    monkeypatch.setattr(Road, "run_of", lambda self, name: SimpleNamespace(best_step=30))
-    assert not road.again(Prepared.open(prepared)).remake("pretrain")
-    assert road.plan.failed == {"final/pretrain": "the policy has collapsed: entropy fell"}
-    assert Plan.open(tmp_path).failed == road.plan.failed
+    monkeypatch.setattr(FitSteps, "_train", collapse)
+    monkeypatch.setattr(FitSteps, "run_of", lambda self, name: SimpleNamespace(best_step=30))
+    assert not steps.on_all_events(Prepared.open(prepared)).remake("pretrain")
+    assert steps.plan.failed == {"final/pretrain": "the policy has collapsed: entropy fell"}
+    assert Plan.open(tmp_path).failed == steps.plan.failed
 
 
 def test_the_tables_of_a_simulation_are_read(tmp_path, monkeypatch):
@@ -400,19 +402,19 @@ def test_the_size_of_prepared_data_is_that_of_the_log(prepared):
     assert counts.events_per_user >= 5000 / 80 * 0.7
 
 
-def road_of(prepared, root, on_step=lambda text: None):
-    options = RoadOptions(minutes=1.0, k=5, seed=0, device="cpu", progress=False, on_step=on_step)
-    road = Road(root, options)
-    road.data = Prepared.open(prepared)
-    return road
+def steps_of(prepared, root, on_step=lambda text: None):
+    options = StepOptions(minutes=1.0, k=5, seed=0, device="cpu", progress=False, on_step=on_step)
+    steps = FitSteps(root, options)
+    steps.data = Prepared.open(prepared)
+    return steps
 
 
 def test_the_first_list_is_that_of_the_best_contender_so_far(prepared, tmp_path):
     said, data = [], Prepared.open(prepared)
-    road = road_of(prepared, tmp_path, said.append)
-    road.data = data
-    contenders = [road.measure("popularity"), road.measure("item_rate")]
-    road.show_list()
+    steps = steps_of(prepared, tmp_path, said.append)
+    steps.data = data
+    contenders = [steps.measure("popularity"), steps.measure("item_rate")]
+    steps.show_list()
     best = max(contenders, key=lambda one: one.result.estimate(criterion_of(contenders, 5)).mean).name
     name, user, listed = re.fullmatch(r".* by (\w+), for user (\d+): (.*)", said[-1]).groups()
     assert name == best
@@ -436,12 +438,12 @@ def test_a_training_that_collapses_is_left_out_and_not_tried_again(prepared, tmp
         calls.append(out.name)
         raise RecpoError("the policy has collapsed: entropy fell. Lower the learning rate", **why)
 
-    monkeypatch.setattr(Road, "_train", collapse)
-    road = road_of(prepared, tmp_path, said.append)
-    assert not road.train("mpo", RECIPES["mpo"])
-    assert road.plan.failed == {"mpo": "the policy has collapsed: entropy fell"}
+    monkeypatch.setattr(FitSteps, "_train", collapse)
+    steps = steps_of(prepared, tmp_path, said.append)
+    assert not steps.train("mpo", RECIPES["mpo"])
+    assert steps.plan.failed == {"mpo": "the policy has collapsed: entropy fell"}
     assert any("mpo is left out" in text for text in said)
-    again = road_of(prepared, tmp_path)
+    again = steps_of(prepared, tmp_path)
     assert not again.train("mpo", RECIPES["mpo"])
     assert calls == ["mpo"]
     again.plan.failed["pretrain"] = "diverged"
@@ -457,11 +459,11 @@ def test_steps_are_timed_also_where_the_policy_of_a_few_steps_collapses(prepared
         if out.name == "mpo":
             raise RecpoError("the policy has collapsed: entropy fell", **why)
 
-    monkeypatch.setattr(Road, "_train", collapse)
-    road = road_of(prepared, tmp_path)
-    road.decide_effort(recipes_of(["pretrain", "mpo", "gbpo"]))
-    assert road.plan.recipes[:2] == ["pretrain", "mpo"]
-    assert not road.plan.failed
+    monkeypatch.setattr(FitSteps, "_train", collapse)
+    steps = steps_of(prepared, tmp_path)
+    steps.decide_effort(recipes_of(["pretrain", "mpo", "gbpo"]))
+    assert steps.plan.recipes[:2] == ["pretrain", "mpo"]
+    assert not steps.plan.failed
 
 
 DAY = 86_400_000
@@ -500,45 +502,47 @@ def test_prepare_yaml_and_the_preparation_in_python_are_the_same(more, tmp_path)
 
 def test_a_search_without_optuna_is_left_out_and_named(prepared, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    monkeypatch.setattr(fit_search, "_leading_recipe", lambda road: "mpo")
-    road = road_of(prepared, tmp_path)
-    assert fit_search.search(road, reserve=0.0) == []
-    assert "recpo[search]" in road.plan.failed["the search"]
+    monkeypatch.setattr(fit_search, "_leading_recipe", lambda steps: "mpo")
+    steps = steps_of(prepared, tmp_path)
+    assert fit_search.search(steps, reserve=0.0) == []
+    assert "recpo[search]" in steps.plan.failed["the search"]
 
 
 def positives(tmp_path):
-    """A road on a log that says nothing of how good its events were."""
+    """The steps of a fit on a log that says nothing of how good its events were."""
     log = tmp_path / "log.parquet"
     pd.DataFrame(EVENTS).to_parquet(log)
     recpo.prepare(log, tmp_path / "prepared", label=EveryEvent())
-    return road_of(tmp_path / "prepared", tmp_path)
+    return steps_of(tmp_path / "prepared", tmp_path)
 
 
 def test_positives_alone_are_also_trained_on_as_the_published_tables_are(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(Road, "_train", lambda self, out, files, options, callbacks=(): asked.append((files, options)))
-    road = positives(tmp_path)
-    road.plan.effort = 0.5
-    assert road.train("pretrain_ranking", RECIPES["pretrain_ranking"])
+    monkeypatch.setattr(
+        FitSteps, "_train", lambda self, out, files, options, callbacks=(): asked.append((files, options))
+    )
+    steps = positives(tmp_path)
+    steps.plan.effort = 0.5
+    assert steps.train("pretrain_ranking", RECIPES["pretrain_ranking"])
     (((file,), options),) = asked
     assert file.stem == "published_catalog"
-    sizes = sizes_of("ranking", counts_of(road.data))
+    sizes = sizes_of("ranking", counts_of(steps.data))
     assert options["policy.init_args.layers"] == sizes.layers
     assert options["policy.init_args.dropout"] == sizes.dropout
     assert (options["patience"], options["weight_averaging.decay"]) == (sizes.patience, sizes.averaging_decay)
     assert options["trainer.max_steps"] == max(20, sizes.steps // 4)  # half of half: patience ends most trainings
-    parse_arguments(shlex.split(road.plan.steps[-1]["command"])[2:])
+    parse_arguments(shlex.split(steps.plan.steps[-1]["command"])[2:])
 
 
 @pytest.mark.parametrize("leading", ["pretrain", "pretrain_ranking"])
 def test_the_search_begins_at_the_options_that_follow_from_the_log(tmp_path, monkeypatch, leading):
     tried = []
-    monkeypatch.setattr(Road, "train", lambda self, name, recipe, changed: not tried.append((name, changed)))
-    monkeypatch.setattr(fit_search, "_leading_recipe", lambda road: leading)
-    monkeypatch.setattr(fit_search, "_value", lambda road, name: 0.5)
-    road = positives(tmp_path)
-    road.plan.trials = 2
-    assert fit_search.search(road, reserve=0.0) == [f"{leading}-1", f"{leading}-2"]
+    monkeypatch.setattr(FitSteps, "train", lambda self, name, recipe, changed: not tried.append((name, changed)))
+    monkeypatch.setattr(fit_search, "_leading_recipe", lambda steps: leading)
+    monkeypatch.setattr(fit_search, "_value", lambda steps, name: 0.5)
+    steps = positives(tmp_path)
+    steps.plan.trials = 2
+    assert fit_search.search(steps, reserve=0.0) == [f"{leading}-1", f"{leading}-2"]
     assert [set(changed) for _, changed in tried] == [{one.option for one in fit_search.SPACES[leading]}] * 2
 
 
@@ -565,23 +569,23 @@ def test_gbpo_takes_a_quarter_of_ranks_as_positive_and_else_what_the_log_does(pr
 
 @pytest.mark.slow
 def test_all_that_is_searched_can_be_trained(prepared, tmp_path):
-    road = road_of(prepared, tmp_path)
-    road.plan.effort = 1 / 32
-    road.factorize()
-    assert road.train("pretrain", RECIPES["pretrain"])
+    steps = steps_of(prepared, tmp_path)
+    steps.plan.effort = 1 / 32
+    steps.factorize()
+    assert steps.train("pretrain", RECIPES["pretrain"])
     for name, space in fit_search.SPACES.items():
         changed = {one.option: one.choices[-1] if one.choices else one.high for one in space}
         if RECIPES[name].reward != "reward_model":  # it needs features
-            assert road.train(f"{name}-1", RECIPES[name], changed | {"trainer.max_steps": 2})
+            assert steps.train(f"{name}-1", RECIPES[name], changed | {"trainer.max_steps": 2})
         assert all(one.low <= one.default <= one.high or one.default in one.choices for one in space)
 
 
 def test_a_user_who_had_every_item_has_an_empty_first_list(prepared, tmp_path, monkeypatch):
     said = []
-    road = road_of(prepared, tmp_path, said.append)
-    road.measure("popularity")
+    steps = steps_of(prepared, tmp_path, said.append)
+    steps.measure("popularity")
     monkeypatch.setattr(HeldOutPass, "one_list", lambda self, contender, k: (0, []))
-    road.show_list()
+    steps.show_list()
     assert said[-1].endswith("empty, as every item is in the past")
 
 
@@ -608,7 +612,7 @@ def test_an_interrupted_step_says_how_the_fit_continues(prepared, tmp_path, monk
         self.save()
         raise Interrupted("the run continues with --resume true", 143)
 
-    monkeypatch.setattr(Road, "factorize", stop)
+    monkeypatch.setattr(FitSteps, "factorize", stop)
     with pytest.raises(Interrupted) as stopped:
         recpo.fit(prepared, tmp_path / "fit", minutes=MINUTES)
     assert str(tmp_path / "fit") in str(stopped.value)
@@ -620,9 +624,9 @@ def test_other_errors_of_a_training_end_the_fit(prepared, tmp_path, monkeypatch)
     def refuse(self, out, files, options, callbacks=()):
         raise RecpoError("no space", code="resources")
 
-    monkeypatch.setattr(Road, "_train", refuse)
+    monkeypatch.setattr(FitSteps, "_train", refuse)
     with refused("resources"):
-        road_of(prepared, tmp_path).train("pretrain", RECIPES["pretrain"])
+        steps_of(prepared, tmp_path).train("pretrain", RECIPES["pretrain"])
 
 
 @pytest.mark.parametrize(
@@ -636,13 +640,13 @@ def test_other_errors_of_a_training_end_the_fit(prepared, tmp_path, monkeypatch)
     ],
 )
 def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, monkeypatch, costs, recipes, effort):
-    road = road_of(prepared, tmp_path)
-    monkeypatch.setattr(Road, "_costs", lambda self, wanted: costs)
-    road.decide_effort(recipes_of(list(costs)))  # of 60 seconds, 36 are for training
-    assert (road.plan.recipes, road.plan.effort) == (recipes, effort)
-    assert recipes + road.plan.left_out == list(costs)
-    again = road_of(prepared, tmp_path)
-    monkeypatch.setattr(Road, "_costs", lambda self, wanted: pytest.fail("it was decided before"))
+    steps = steps_of(prepared, tmp_path)
+    monkeypatch.setattr(FitSteps, "_costs", lambda self, wanted: costs)
+    steps.decide_effort(recipes_of(list(costs)))  # of 60 seconds, 36 are for training
+    assert (steps.plan.recipes, steps.plan.effort) == (recipes, effort)
+    assert recipes + steps.plan.left_out == list(costs)
+    again = steps_of(prepared, tmp_path)
+    monkeypatch.setattr(FitSteps, "_costs", lambda self, wanted: pytest.fail("it was decided before"))
     again.decide_effort(recipes_of(list(costs)))
     assert again.plan.effort == effort
 
@@ -659,14 +663,14 @@ def test_the_budget_decides_what_is_trained_and_how_long(prepared, tmp_path, mon
     ],
 )
 def test_ease_is_a_baseline_where_it_fits_the_budget(tmp_path, monkeypatch, items, minutes, memory, is_fitted):
-    assert 2**28 < fit_road._memory() < 2**50
-    monkeypatch.setattr(fit_road, "_memory", lambda: memory)
-    road = Road(tmp_path, RoadOptions(minutes=minutes))
-    road.data = SimpleNamespace(
+    assert 2**28 < fit_steps._memory() < 2**50
+    monkeypatch.setattr(fit_steps, "_memory", lambda: memory)
+    steps = FitSteps(tmp_path, StepOptions(minutes=minutes))
+    steps.data = SimpleNamespace(
         num_items=items, repeats=False, ends_at_once=True, feedback_counts={"train": {"skipped": 0, "disliked": 0}}
     )
     always = ["popularity", "item_rate", "sequential_rules", "implicit_als", "recency"]
-    assert road.baselines == always + ["ease"] * is_fitted
+    assert steps.baselines == always + ["ease"] * is_fitted
 
 
 @pytest.mark.slow
@@ -676,18 +680,18 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
     def note(self, out, files, options, callbacks=()):
         trained[out.name] = [file.stem for file in files], options
 
-    monkeypatch.setattr(Road, "_train", note)
-    plain, rich = road_of(prepared, tmp_path / "plain"), road_of(prepared, tmp_path / "rich")
+    monkeypatch.setattr(FitSteps, "_train", note)
+    plain, rich = steps_of(prepared, tmp_path / "plain"), steps_of(prepared, tmp_path / "rich")
     rich.data = featured_log(tmp_path / "featured")
     assert (plain.has_features, rich.has_features) == (False, True)
-    for road in (plain, rich):
-        road.root.mkdir()
-        road.train("pretrain", RECIPES["pretrain"])
-        assert road.train("reward_model", RECIPES["reward_model"])
+    for steps in (plain, rich):
+        steps.root.mkdir()
+        steps.train("pretrain", RECIPES["pretrain"])
+        assert steps.train("reward_model", RECIPES["reward_model"])
         files, options = trained.pop("pretrain")
         sides = {name: value for name, value in options.items() if name.endswith(("features", "behaviors"))}
         of_model = {name: value for name, value in trained.pop("reward_model")[1].items() if name.startswith("policy")}
-        if road is rich:
+        if steps is rich:
             assert files == ["pretrain", "features_pretrain"]
             assert sides == {f"policy.init_args.{name}": "true" for name in rich.sides}
             assert of_model == {}
@@ -695,7 +699,7 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
             assert (files, sides) == (["pretrain"], {})
             assert of_model.pop("policy.init_args.item_features") is None
             assert of_model == {f"policy.init_args.{name}": "false" for name in plain.sides}
-        for step in road.plan.steps:
+        for step in steps.plan.steps:
             parse_arguments(shlex.split(step["command"])[2:])
     assert rich.train("mpo_reward_model", RECIPES["mpo_reward_model"])
     reward = json.loads(trained["mpo_reward_model"][1]["reward"])
@@ -704,11 +708,11 @@ def test_what_has_features_gets_a_reward_model_that_reads_them(prepared, tmp_pat
 
 @pytest.mark.parametrize(("gspo", "recipes"), [(6.0, ["pretrain", "mpo", "gspo"]), (7.0, ["pretrain", "mpo"])])
 def test_what_promises_no_more_is_trained_if_all_fit(prepared, tmp_path, monkeypatch, gspo, recipes):
-    road = road_of(prepared, tmp_path)
-    monkeypatch.setattr(Road, "_costs", lambda self, wanted: {"pretrain": 10.0, "mpo": 20.0 - 0.1, "gspo": gspo})
-    road.decide_effort(recipes_of(["pretrain", "mpo"], ["gspo"]))
-    assert (road.plan.recipes, road.plan.effort) == (recipes, 1.0)
-    assert recipes + road.plan.left_out == ["pretrain", "mpo", "gspo"]
+    steps = steps_of(prepared, tmp_path)
+    monkeypatch.setattr(FitSteps, "_costs", lambda self, wanted: {"pretrain": 10.0, "mpo": 20.0 - 0.1, "gspo": gspo})
+    steps.decide_effort(recipes_of(["pretrain", "mpo"], ["gspo"]))
+    assert (steps.plan.recipes, steps.plan.effort) == (recipes, 1.0)
+    assert recipes + steps.plan.left_out == ["pretrain", "mpo", "gspo"]
 
 
 @pytest.mark.parametrize(
@@ -724,12 +728,12 @@ def test_what_promises_no_more_is_trained_if_all_fit(prepared, tmp_path, monkeyp
 def test_positives_alone_are_trained_on_for_long_where_half_of_it_fits(
     prepared, tmp_path, monkeypatch, short, long, recipes, effort
 ):
-    road = road_of(prepared, tmp_path)
+    steps = steps_of(prepared, tmp_path)
     costs = {"pretrain": short, "pretrain_ranking": long}  # of 60 seconds, 36 are for training
-    monkeypatch.setattr(Road, "_costs", lambda self, wanted: costs)
-    road.decide_effort(POSITIVES)
-    assert (road.plan.recipes, road.plan.effort) == (recipes, effort)
-    assert {*recipes, *road.plan.left_out} == set(costs)
+    monkeypatch.setattr(FitSteps, "_costs", lambda self, wanted: costs)
+    steps.decide_effort(POSITIVES)
+    assert (steps.plan.recipes, steps.plan.effort) == (recipes, effort)
+    assert {*recipes, *steps.plan.left_out} == set(costs)
 
 
 def test_a_plan_survives_its_file(tmp_path):

@@ -148,7 +148,7 @@ def test_vectors_of_a_run(prepared, tmp_path, capsys, monkeypatch):
     assert tokenize(prepared, tmp_path / "refused", *source, *SMALL) == 1
     assert "was trained on other items than" in capsys.readouterr().err
     assert tokenize(prepared, tmp_path / "refused", *source, "--extends", tmp_path / "codes") == 1
-    assert "its vectors have their own space" in capsys.readouterr().err
+    assert "have their own space" in capsys.readouterr().err
 
 
 def write_codes(file, ids, **columns):
@@ -191,7 +191,7 @@ def test_the_shipped_configuration_on_a_small_catalog(prepared, tmp_path):
         (["--levels", "4"], "CodesFromFile has its codes already: leave out levels"),
         (["--vectors.codebook_size", "3"], "does not fit into a codebook of 3"),
         (["--collisions", "first_free"], "items do not fit into"),
-        (["--extends", "anything"], "not CodesFromFile"),
+        (["--extends", "anything"], "CodesFromFile has none"),
     ],
 )
 def test_what_codes_of_a_file_cannot_do(prepared, tmp_path, capsys, options, message):
@@ -277,7 +277,7 @@ def test_only_new_items_need_a_vector(grown, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--levels", "2"], "codebooks bring the options of k-means along"),
+        (["--levels", "2"], "earlier codes come with their options of k-means"),
         (["--collisions", "extra"], "its collisions were resolved the other way"),
         (["--collisions", "first_free"], "first_free is for codes without vectors"),
     ],

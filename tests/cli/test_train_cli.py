@@ -98,7 +98,7 @@ def test_a_popularity_proposal_gets_the_counts_of_the_training_period(tmp_path, 
     [
         (["--init_from", "nowhere"], "nowhere: expected a run, run.json is missing"),
         (["--data.prepared", "nowhere"], "nowhere: expected prepared data"),
-        (["--objective", "GRPO"], "GRPO weighs by advantages: set advantage"),
+        (["--objective", "GRPO"], "GRPO weights its loss by advantages: set advantage"),
     ],
 )
 def test_a_users_mistake_is_one_line_without_traceback(tmp_path, prepared, capsys, options, message):

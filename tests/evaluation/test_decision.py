@@ -6,17 +6,18 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import norm
 
 from recpo.evaluation import decision
 from recpo.evaluation.catalog_ranking import RankingResult
-from recpo.evaluation.decision import criterion_of, reward_of
+from recpo.evaluation.decision import REWARD, criterion_of, reward_of
 from recpo.evaluation.estimates import Interval, adjusted_p_values
 from recpo.evaluation.held_out_pass import Evaluated
-from recpo.evaluation.off_policy.estimators import OffPolicyOptions
-from recpo.evaluation.off_policy.results import OffPolicyEstimate, OffPolicyResult
+from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
+from recpo.evaluation.off_policy.results import OffPolicyEstimate, OffPolicyResult, TargetTotals
 from tests.refusals import refused
 
 USERS = 400
@@ -82,7 +83,12 @@ def rewarded(name, values, reward, half_width=0.1, **others):
     ends = {"normal": Interval(reward - half_width, reward + half_width)}
     estimates = [OffPolicyEstimate("discounted_10", "SNIPS", reward, ends, 9.0, 9, 9, "logged", None, ())]
     estimates += [one._replace(target="top_10", value=9.0) for one in estimates]
-    return measured(name, values, **others)._replace(value=OffPolicyResult(tuple(estimates), {}, OffPolicyOptions()))
+    of_users = noisy(0, sum(name.encode()), half_width / 1.96 * math.sqrt(USERS)).double()
+    sums = torch.stack([reward + of_users - of_users.mean(), torch.ones(USERS)], 1).numpy()
+    totals = {"discounted_10": TargetTotals(np.arange(USERS), np.ones(USERS, np.int64), {SNIPS: sums}, None)}
+    return measured(name, values, **others)._replace(
+        value=OffPolicyResult(tuple(estimates), totals, OffPolicyOptions())
+    )
 
 
 def test_of_policies_that_pass_the_one_with_the_highest_estimated_reward_ships():
@@ -141,6 +147,41 @@ def test_by_ndcg_what_is_only_like_the_log_does_not_ship_where_rewards_are_known
     assert (found.standings[0].name, found.strongest_baseline, found.name) == ("imitates", "rate", "rate")
     assert choose([rules, rate, imitates, liked], "NDCG@10").name == "liked"
     assert choose([rules, rate, imitates], "NDCG@10").reason.endswith("so the baseline ships")
+
+
+def test_where_the_criterion_cannot_tell_the_estimated_reward_is_tested():
+    # an AUC weighs all ranks alike: who knows the best items may have no more of it
+    shared = noisy(0.7, 1)
+    rate = rewarded("rate", shared, 0.6, half_width=0.02, baseline=True)
+    knows = rewarded("knows", shared + noisy(-0.001, 2), 0.7, half_width=0.02)
+    found = choose([rate, knows, rewarded("other", shared + noisy(0, 3), 0.61, half_width=0.02)], "AUC_mixed")
+    assert (found.name, found.strongest_baseline, found.measure) == ("knows", "rate", REWARD)
+    assert found.gain.mean == pytest.approx(0.1)
+    assert found.p_value <= 0.05
+    assert "where AUC_mixed cannot tell" in found.reason
+    # what is surely lower by the criterion does not pass, whatever is estimated
+    worse = rewarded("knows", shared + noisy(-0.05, 2, 0.01), 0.7, half_width=0.02)
+    assert choose([rate, worse], "AUC_mixed").name == "rate"
+    # neither does what may be chance, and then the criterion says by how much they differ
+    unsure = choose([rate, rewarded("knows", shared + noisy(0, 2), 0.61, half_width=0.02)], "AUC_mixed")
+    assert (unsure.name, unsure.measure) == ("rate", "AUC_mixed")
+    # what passes the first test ships before what only the second one lets pass
+    sure = rewarded("sure", shared + noisy(0.02, 4, 0.01), 0.55, half_width=0.02)
+    assert choose([rate, knows, sure], "AUC_mixed").name == "sure"
+
+
+def test_two_tests_together_are_wrong_in_at_most_one_of_ten_decisions():
+    shipped = 0
+    for seed in range(200):
+        rate = rewarded("rate", noisy(0.7, seed), 0.6, baseline=True)
+        draws = torch.Generator().manual_seed(seed + 1000)
+        of_users = 0.6 + torch.randn(USERS, generator=draws).double()
+        sums = torch.stack([of_users, torch.ones(USERS)], 1).numpy()
+        same = measured("same", noisy(0.7, seed + 500))
+        totals = {"discounted_10": TargetTotals(np.arange(USERS), np.ones(USERS, np.int64), {SNIPS: sums}, None)}
+        value = replace(rate.value, totals=totals)
+        shipped += choose([rate, same._replace(value=value)], "AUC_mixed").name == "same"
+    assert 10 <= shipped <= 30  # of 200; 10 % are 20, with a standard deviation of 4
 
 
 def test_a_policy_that_is_surely_better_ships_before_a_better_one_that_is_not_sure():

@@ -6,8 +6,9 @@ import copy
 
 import pytest
 
+from recpo.evaluation.cautions import cautions
 from recpo.evaluation.document import with_holm
-from recpo.evaluation.reading import best_first, cautions, paired
+from recpo.evaluation.reading import best_first, paired
 
 
 def estimate(mean, half_width=0.01):

@@ -131,8 +131,8 @@ def test_the_first_micro_batch_of_a_step_carries_the_others(shards, start):
     for number, batch in enumerate(batches, start):
         first = number % 3 == 0 or number == start
         expected = plain[number + 1 : number - number % 3 + 3] if first else []
-        assert [b.context_ids.tolist() for b in batch.following] == [b.context_ids.tolist() for b in expected]
-    assert not any(batch.following for batch in plain)
+        assert [b.context_ids.tolist() for b in batch.later_micro_batches] == [b.context_ids.tolist() for b in expected]
+    assert not any(batch.later_micro_batches for batch in plain)
 
 
 def test_a_trainer_that_counts_its_batches_gets_the_next_epoch_too(shards):

@@ -269,7 +269,7 @@ def test_mpo_asks_for_the_policies_that_weigh_its_candidates():
     ):
         objective = MPO(base=base, candidates_are_draws=draws)
         assert objective.requires == {"rewards"} | asked
-        assert objective.reads_draws == draws
+        assert objective.accepted_candidates == ("draws" if draws else "distinct")
     for field in ("temperature", "kl_target"):
         with refused("out_of_range", f"MPO.{field}"):
             MPO(**{field: 0.0})

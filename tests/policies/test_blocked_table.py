@@ -16,13 +16,13 @@ def vectors_of(items, dim, seed, ties=False):
     return vectors
 
 
-def by_loops(states, vectors, k, exclude, rooted):
+def by_loops(states, vectors, k, exclude, variance_columns):
     """Ids and log-probabilities, item by item in float64; ties to the smaller id."""
     lists = []
-    own = vectors.shape[1] - rooted
+    own = vectors.shape[1] - variance_columns
     for state, barred in zip(states.double(), exclude.tolist(), strict=True):
         scores = vectors[1:, :own].double() @ state[:own]
-        if rooted:
+        if variance_columns:
             scores = scores - (vectors[1:, own:].double() @ state[own:]).clamp_min(0).sqrt()
         logp = scores - scores.logsumexp(0)
         order = sorted((i for i in range(1, len(vectors)) if i not in barred), key=lambda i: (-logp[i - 1].item(), i))
@@ -40,14 +40,14 @@ def test_blocks_give_what_the_whole_catalog_gives(data):
     users, width = data.draw(st.integers(1, 4), "B"), data.draw(st.integers(1, 6), "M")
     exclude = torch.tensor(data.draw(st.lists(st.integers(0, items), min_size=users * width, max_size=users * width)))
     exclude = exclude.view(users, width)
-    ties, rooted = data.draw(st.booleans(), "ties"), data.draw(st.sampled_from([0, 2]), "rooted")
+    ties, variance_columns = data.draw(st.booleans(), "ties"), data.draw(st.sampled_from([0, 2]), "variance_columns")
     vectors = vectors_of(items, 5, seed=items, ties=ties)
     states = torch.randn(users, 5, generator=torch.Generator().manual_seed(rows))
     states = states.round() if ties else states
-    found = BlockedTable(vectors, rooted=rooted, block_rows=rows).top_k(states, k, exclude)
-    expected_ids, expected = by_loops(states, vectors, k, exclude, rooted)
+    found = BlockedTable(vectors, variance_columns=variance_columns, block_rows=rows).top_k(states, k, exclude)
+    expected_ids, expected = by_loops(states, vectors, k, exclude, variance_columns)
     np.testing.assert_allclose(found.scores.numpy(), expected, atol=1e-5)
-    plain = top_k(states, vectors, k, exclude, rooted)
+    plain = top_k(states, vectors, k, exclude, variance_columns)
     np.testing.assert_allclose(found.scores.numpy(), plain.scores.numpy(), atol=1e-5)
     if not ties:
         np.testing.assert_array_equal(found.item_ids.numpy(), expected_ids)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recpo.base.types import EventPlaces, Histories
+from recpo.base.types import EventIndices, Histories
 from recpo.policies.blocks import Packing
 from recpo.policies.encoder import EncoderOptions, HistoryEncoder
 
@@ -23,9 +23,9 @@ def test_states_and_gradients_are_those_of_the_padded_encoder(lengths):
     real = torch.arange(LENGTH + 1) <= lengths[:, None]
     weights = torch.randn(len(lengths), LENGTH + 1, DIM, dtype=torch.float64) * real[..., None]
     results = []
-    for places in (EventPlaces(lengths[:0], LENGTH), None):  # no place to skip, and as counted
+    for indices in (EventIndices(lengths[:0], LENGTH), None):  # no place to skip, and as counted
         vectors = items.clone().requires_grad_()
-        states = model(vectors, Histories(feedback, lengths, feedback, places=places))
+        states = model(vectors, Histories(feedback, lengths, feedback, event_indices=indices))
         model.zero_grad()
         (states * weights).sum().backward()
         results.append([states * real[..., None], vectors.grad, *(p.grad.clone() for p in model.parameters())])

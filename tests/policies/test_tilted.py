@@ -15,12 +15,13 @@ from torch import Tensor
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.feedback import GRADES, HIGHEST
 from recpo.base.types import FeedbackBatch, Histories, SamplingOptions, Slates
+from recpo.ops.small_systems import solve_positive_definite
 from recpo.policies import catalog_search, sampling
 from recpo.policies.baseline import ImplicitPolicy, SequentialRulesPolicy
 from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.encoder import solve_by_cholesky
-from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, solve_positive_definite
+from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions
 from recpo.policies.semantic_id import SemanticIdPolicy
 from recpo.policies.tilted import ProductPolicy, RerankedPolicy, TiltedPolicy
 from recpo.rewards.factors import Factors
@@ -209,7 +210,7 @@ def test_temperatures_that_share_what_is_known_of_histories_give_what_they_give_
         logp = policy.log_prob(whole_catalog(known))
         return (*policy.recommend(known, 5), logp, policy.kl_from_base(known))
 
-    with policy.keeping_histories():
+    with policy.caching_histories():
         shared = {temperature: answers(temperature) for temperature in (TEMPERATURE, 10.0)}
         assert calls == [4]
         policy.recommend(others, 5)
@@ -403,7 +404,7 @@ def test_temperatures_share_what_a_beam_search_finds(reranked: RerankedPolicy, m
         monkeypatch.setattr(reranked, "temperature", temperature)
         return (*reranked.recommend(known, 5, exclude.clone()), reranked.kl_from_base(known))
 
-    with reranked.keeping_histories():
+    with reranked.caching_histories():
         shared = {temperature: answers(temperature) for temperature in (TEMPERATURE, 10.0)}
         assert len(searches) == 2, "with what is excluded, and with everything"
         reranked.recommend(others, 5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recpo
-from recpo.base.contracts import MadeFor, RewardFunction
+from recpo.base.contracts import RewardFunction, RewardScope
 from recpo.base.types import Histories, Slates
 from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.log.prepared import Prepared
@@ -124,7 +124,7 @@ def test_faults_are_reported_immediately(place, model, batch, some, tmp_path):
         FactorReward(place)(batch._replace(user_ids=None), some)
     with refused("mismatch", "FactorReward.users"):
         FactorReward(place)(batch._replace(user_ids=batch.user_ids + 10_000), some)
-    assert FactorReward(place).made_for[0].catalog_checksum == model.catalog_checksum
+    assert FactorReward(place).scopes[0].catalog_checksum == model.catalog_checksum
 
 
 def test_trained_users_are_only_those_of_the_data(place, model, prepared, tmp_path):
@@ -135,7 +135,7 @@ def test_trained_users_are_only_those_of_the_data(place, model, prepared, tmp_pa
     folded = FactorReward(tmp_path / "strange", users="folded")
     for reward in (own, folded, EnsembleReward([own, folded]), WeightedSum([own, folded], [1.0, 1.0])):
         validate_identity(reward, "reward", data)
-    assert [one.users_checksum for one in own.made_for + folded.made_for] == [data.users_checksum, None]
+    assert [one.users_checksum for one in own.scopes + folded.scopes] == [data.users_checksum, None]
     for reward in (other, EnsembleReward([other, folded]), WeightedSum([other, folded], [1.0, 1.0])):
         with refused("mismatch", "monitor_reward") as caught:
             validate_identity(reward, "monitor_reward", data)
@@ -196,8 +196,8 @@ class Given(RewardFunction):
     checksum: str | None = None
 
     @property
-    def made_for(self):
-        return (MadeFor(self.checksum),)
+    def scopes(self):
+        return (RewardScope(self.checksum),)
 
     def __call__(self, batch, candidates):
         return torch.tensor(self.values)

@@ -109,7 +109,9 @@ def test_the_variance_of_a_grade(gather_cost, monkeypatch):
 def test_when_the_whole_catalog_is_computed(items, places, whole, monkeypatch):
     """From an eighth of the items on."""
     calls = []
-    monkeypatch.setattr(bounds.grade_factors, "item_forms", lambda *_: calls.append(1) or torch.zeros(items, 12))
+    monkeypatch.setattr(
+        bounds.small_systems, "item_variance_vectors", lambda *_: calls.append(1) or torch.zeros(items, 12)
+    )
     posterior_variance(factors(items), torch.zeros(1, 3), torch.eye(3)[None], torch.ones(1, places, dtype=torch.long))
     assert bool(calls) is whole
 

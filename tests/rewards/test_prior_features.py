@@ -14,7 +14,7 @@ from recpo.base.types import Features, Histories
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.schema import Columns
 from recpo.log.shaping import BinaryColumn
-from recpo.policies.grade_factors import damped_mean
+from recpo.ops.small_systems import damped_mean
 from recpo.rewards import graded, prior_features, selection
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions, chunks, chunks_of

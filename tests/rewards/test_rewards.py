@@ -5,7 +5,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from recpo.base.contracts import MadeFor, RewardFunction
+from recpo.base.contracts import RewardFunction, RewardScope
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import FeedbackBatch, Histories, Slates
 from recpo.log.prepared import Prepared
@@ -203,8 +203,8 @@ class Given(RewardFunction):
         self.values, self.checksum = torch.tensor(values), checksum
 
     @property
-    def made_for(self):
-        return (MadeFor(self.checksum),)
+    def scopes(self):
+        return (RewardScope(self.checksum),)
 
     def __call__(self, batch, candidates):
         return self.values

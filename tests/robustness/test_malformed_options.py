@@ -67,7 +67,7 @@ REFUSED = {
     "--old_policy yesterday": "old_policy",
     "--matmul_precision lowest": "matmul_precision",
     "--objective NoObjective": "NoObjective",
-    "--objective GRPO": "weighs by advantages",
+    "--objective GRPO": "weights its loss by advantages",
     "--reward LearnedReward --reward.run nowhere": "nowhere: expected a run, run.json is missing",
     "--init_from nowhere": "nowhere: expected a run, run.json is missing",
     "--no_such_option 1": "no_such_option",

@@ -17,8 +17,9 @@ from recpo.base.features import Categories, Category, FeatureSchema, Number, Vec
 from recpo.base.feedback import FeedbackDefinition
 from recpo.cli.main import main
 from recpo.log.id_map import IdMap
+from recpo.ops.small_systems import item_variance_vectors
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
-from recpo.policies.grade_factors import GradeFactorsOptions, item_forms
+from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.item_features import ItemFeatureOptions
 from recpo.policies.tilted import TiltedPolicy
 from recpo.serving import export
@@ -243,7 +244,7 @@ def test_a_new_item_of_a_tilted_policy_has_the_prior_mean_of_its_features(tmp_pa
     found = torch.cat([weights.item_factors, weights.item_bias[:, None], weights.history_prior], 1)[OLD + 1 :]
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert torch.equal(weights.factor_variance[OLD + 1 :], model.prior_variance.expand(NEW, 3))
-    forms = 0.1 * item_forms(weights.item_factors[OLD + 1 :], torch.eye(4).expand(NEW, 4, 4) / 2.0)
+    forms = 0.1 * item_variance_vectors(weights.item_factors[OLD + 1 :], torch.eye(4).expand(NEW, 4, 4) / 2.0)
     torch.testing.assert_close(weights.item_variances[OLD + 1 :], forms)
     assert set(fresh.bundle.recommend(histories())["item_id"]) & {f"i{number}" for number in range(OLD, OLD + NEW)}
 

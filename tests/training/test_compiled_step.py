@@ -34,7 +34,7 @@ def test_a_step_is_one_graph_for_batches_of_all_sizes(data, prepared, tmp_path, 
         Codes(table, (data.num_items // 8 + 1, 8), "any").save(codes, pa.array(items), {})
     step = Step.of(name, prepared, policy_of(data.num_items, codes))
     batches = [batch for batch, _ in zip(step.data.train_dataloader(), range(BATCHES), strict=False)]
-    sizes = {(batch.plan.scored.positions.shape, batch.histories.places.places.shape) for batch in batches}
+    sizes = {(batch.plan.scored.positions.shape, batch.histories.event_indices.indices.shape) for batch in batches}
     assert len(sizes) > 2
 
     def loss_of(batch):

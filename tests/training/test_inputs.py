@@ -17,7 +17,7 @@ from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import LoggedReward
 from recpo.training.inputs import InputBuilder
 from recpo.training.module import PreferenceModule
-from recpo.training.networks import Critic, ItemValue, Networks, StateValue, continuations_of, states_at
+from recpo.training.networks import Critic, ItemValue, Networks, StateValue, next_requests_of, states_at
 from recpo.training.options import CriticOptions, LearningOptions
 from recpo.training.rollout import with_hard_negatives
 from tests.refusals import refused
@@ -228,10 +228,10 @@ def test_hard_negatives_keep_every_column(prepared):
 def test_the_next_state_is_that_of_the_next_request():
     visible = torch.tensor([[0, 0, 2, 2, 3], [1, 4, 4, 0, 0]])
     mask = torch.tensor([[True] * 5, [True, True, True, False, False]])
-    following, ends, continued = continuations_of(Slates(mask.long(), visible, mask))
-    assert following.tolist() == [[2, 2, 3, 3, 0], [4, 0, 0, 0, 0]]
-    assert ends.tolist() == [[False] * 4 + [True], [False, True, True, True, True]]
-    assert continued.tolist() == [0, 1, 2, 3, 5]
+    next_visible, is_last, positions = next_requests_of(Slates(mask.long(), visible, mask))
+    assert next_visible.tolist() == [[2, 2, 3, 3, 0], [4, 0, 0, 0, 0]]
+    assert is_last.tolist() == [[False] * 4 + [True], [False, True, True, True, True]]
+    assert positions.tolist() == [0, 1, 2, 3, 5]
 
 
 @pytest.mark.parametrize("double", [True, False])

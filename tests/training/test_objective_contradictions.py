@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from recpo.base.contracts import Policy, Requirement, StatePolicy
+from recpo.base.contracts import Policy, StatePolicy
+from recpo.base.requirements import Requirement
 from recpo.base.types import SlateTraits
 from recpo.objectives import (
     DPO,
@@ -244,7 +245,7 @@ def test_what_fits_is_accepted(objective, options):
 def test_every_requirement_says_how_it_is_supplied():
     for requirement in Requirement:
         error = requirement.missing(GRPO(), ", here")
-        assert str(error) == f"GRPO {requirement.need}, here: {requirement.remedy}"
+        assert str(error) == f"GRPO {requirement.use}, here: {requirement.remedy}"
         assert (error.code, error.field) == ("missing_option", requirement.option)
         assert requirement.implies <= set(Requirement)
 

@@ -379,13 +379,26 @@ class OffPolicyResult:
             if target == LOGGING_POLICY or target not in other.totals:
                 continue
             theirs = other.totals[target]
-            if not (np.array_equal(mine.users, theirs.users) and np.array_equal(mine.rows, theirs.rows)):
-                message = "a paired difference needs both results on the same rows of the same users"
-                raise RecpoError(message, code="mismatch", field="users")
+            _validate_pair(mine, theirs)
             shared = [estimator for estimator in mine.by_estimator if estimator in theirs.by_estimator]
             pairs = {e: _pair(e, mine.by_estimator[e], theirs.by_estimator[e]) for e in shared}
             found += self._differences(target, pairs)
         return tuple(found)
+
+    def gains(self, other: OffPolicyResult, target: str) -> FloatArray:
+        """``SNIPS - other's SNIPS`` of a target as one number per user, ``[U]``: the pseudo-values of the jackknife.
+
+        ``difference + U influence_u``, whose mean is the difference, and whose standard error is that of the difference
+        (to first order; Miller, "The jackknife: a review", Biometrika 61, 1974).
+
+        Raises:
+            RecpoError: the two were not evaluated on the same rows.
+        """
+        mine, theirs = self.totals[target], other.totals[target]
+        _validate_pair(mine, theirs)
+        pair = [next(sums for one, sums in of.by_estimator.items() if one.name == SNIPS.name) for of in (mine, theirs)]
+        values = [sum_of_ratios(sums.sum(0)) + len(sums) * influence(sums) for sums in pair]
+        return np.asarray(values[0] - values[1])
 
     def over_logging_policy(self) -> tuple[OffPolicyDifference, ...]:
         """The paired difference in value to the logging policy, on the same users."""
@@ -417,6 +430,12 @@ class OffPolicyResult:
             error = standard_error(influences)
             found.append(OffPolicyDifference(target, estimator.name, value, intervals, error, len(influences)))
         return found
+
+
+def _validate_pair(one: TargetTotals, other: TargetTotals) -> None:
+    if not (np.array_equal(one.users, other.users) and np.array_equal(one.rows, other.rows)):
+        message = "a paired difference needs both results on the same rows of the same users"
+        raise RecpoError(message, code="mismatch", field="users")
 
 
 def snips_of(result: OffPolicyResult | None, target: str) -> tuple[float, float]:

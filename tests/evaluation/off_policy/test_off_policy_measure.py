@@ -318,12 +318,18 @@ def test_paired_differences():
     assert difference.intervals["normal"] == pytest.approx((difference.value - half, difference.value + half), rel=1e-4)
     for d in a.differences(a):
         assert (d.value, d.intervals["normal"], d.intervals["bootstrap"]) == (0, (0, 0), (0, 0))
+    gains, snips = a.gains(b, "policy"), found["policy", "SNIPS"]
+    assert gains.shape == (snips.users,)
+    assert gains.mean() == pytest.approx(snips.value)
+    assert gains.std(ddof=1) / len(gains) ** 0.5 == pytest.approx(snips.standard_error)
     assert {d.target for d in a.differences(b)} == {"policy", f"top_{PLACES}"}
     assert {d.target for d in a.differences(measured(log(), theirs, scores=False))} == {f"top_{PLACES}"}
     over = {(d.target, d.estimator): d for d in a.over_logging_policy()}
     assert over["policy", "IPS"].value == pytest.approx(values[0].value - reward.mean())
     with refused("mismatch", "users"):
         a.differences(measured(log(seed=5)))
+    with refused("mismatch", field="users"):
+        a.gains(measured(log(seed=5)), "policy")
 
 
 def test_the_logging_policy_is_paired_by_user_although_it_has_more_rows():

@@ -114,8 +114,8 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoadOptions:
-    """What all steps share."""
+class StepOptions:
+    """Options of all steps."""
 
     minutes: PositiveFloat = 30.0
     """budget of time. Less than ten minutes train shorter and leave recipes out"""
@@ -173,13 +173,14 @@ def leaves_out(error: RecpoError) -> bool:
     return error.code == "diverged" or (error.code, error.field) == ("empty", "monitor")
 
 
-class Road:
+class FitSteps:
     """The steps of one fit.
 
     Args:
         root: its directory.
-        options: what all steps share.
-        first: the road whose plan and clock it shares, and whose contender it makes again; None = itself.
+        options: options of all steps.
+        first: the steps that decided, if these make their contender again on all events: they share plan and clock.
+            None = these decide.
 
     Attributes:
         data: the prepared data, after the step that makes them.
@@ -189,7 +190,7 @@ class Road:
     data: Prepared
     baseline_options: BaselineOptions = BaselineOptions()
 
-    def __init__(self, root: Path, options: RoadOptions, first: "Road | None" = None) -> None:
+    def __init__(self, root: Path, options: StepOptions, first: "FitSteps | None" = None) -> None:
         self.root, self.options, self._first = root, options, first or self
         self.plan: Plan = first.plan if first else Plan.open(root)
         self._began: float = first._began if first else time.monotonic() - self.plan.spent
@@ -202,7 +203,7 @@ class Road:
         """Seconds until the budget is spent; negative afterwards."""
         return self.options.minutes * 60 - (time.monotonic() - self._began)
 
-    def step(self, verb: Verb[Any], command: Sequence[object] | None = None) -> None:
+    def run(self, verb: Verb[Any], command: Sequence[object] | None = None) -> None:
         """Runs a verb, unless its output exists: it appears when it is complete.
 
         Args:
@@ -317,7 +318,7 @@ class Road:
         """Fits the reward model."""
         out, before = self.root / fit_recipes.FACTORS, self._first.root / fit_recipes.FACTORS
         verb = Factorize(self.data, out, seed=self.options.seed, progress=self.options.progress)
-        self.step(verb if before == out else verb.of(Factors.open(before)))
+        self.run(verb if before == out else verb.of(Factors.open(before)))
 
     def tilt(self, base: str, temperature: float | Literal["auto"] = "auto") -> bool:
         """Tilts a run or a baseline by the reward model, or by sequential rules where AUC says nothing of grades.
@@ -337,25 +338,25 @@ class Road:
             if self.by_grades:
                 how["lower_bound"] = _LOWER_BOUND
             by = self.root / fit_recipes.FACTORS if self.by_grades else PERSONAL if self.data.repeats else RULES
-            self.step(Tilt(place_of(self.root, base), by, self.data, out=out, **how))
+            self.run(Tilt(place_of(self.root, base), by, self.data, out=out, **how))
         return out.exists()
 
-    def again(self, data: Prepared) -> "Road":
-        """The road on which a contender is made again: in ``final``, on all events, with this one's plan and clock.
+    def on_all_events(self, data: Prepared) -> "FitSteps":
+        """Steps that make a contender again, in ``final``: on all events, with the plan and the clock of these steps.
 
-        Nothing is held out there: fitted models keep the options that were chosen before.
+        No events are held out there to choose options by, so fitted models keep the options that were chosen here.
         """
-        road = Road(self.root / FINAL, self.options, first=self)
-        road.data = data
+        steps = FitSteps(self.root / FINAL, self.options, first=self)
+        steps.data = data
         chosen: dict[str, Any] = {}
         for name in (one for one in FITTED if one in self.named):
             options = getattr(self.baseline_options, name)
             chosen[name] = options.of(fitted_model(name, self.data, options, self._baseline_cache))
-        road.baseline_options = replace(self.baseline_options, **chosen)
-        return road
+        steps.baseline_options = replace(self.baseline_options, **chosen)
+        return steps
 
     def remake(self, name: str) -> bool:
-        """Makes a contender of the first road again, as it was made there; False if its training diverged."""
+        """Makes a contender of the first steps again, with the same options; False if its training diverged."""
         if name in BASELINES:
             return True
         if name == fit_recipes.FACTORS:
@@ -548,7 +549,7 @@ class Road:
         return counts_of(self.data)
 
     def _as_long(self, name: str) -> dict[str, Any]:
-        """The options that train as many epochs as the run of the first road needed for its best checkpoint."""
+        """Options for as many epochs as the run of the same name in the first steps needed for its best checkpoint."""
         trained = self._first.run_of(name)
         assert trained is not None
         now, then = (sum(one.data.feedback_counts["train"].values()) for one in (self, self._first))

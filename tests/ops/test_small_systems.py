@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recpo.policies.grade_factors import solve_positive_definite
+from recpo.ops.small_systems import solve_positive_definite
 from recpo.rewards.factors import ridge_regression
 
 
