@@ -78,7 +78,7 @@ def random_model(rows: int, items: int) -> AdditiveRewardModel:
 def streamed(rows: int, items: int, *, whole: bool) -> dict:
     """The measure of recpo; ``whole`` asks for the softmax policy and a second list too."""
     setting = OffPolicySetting(
-        OffPolicyOptions(clip=LIMIT, switch_threshold=LIMIT, reward_range=(-1.0, 1.0)),
+        OffPolicyOptions(clip=LIMIT, switch_threshold=LIMIT),
         reward=LoggedReward(),
         num_items=items,
         ks=[LIST, 50] if whole else [LIST],

@@ -202,10 +202,6 @@ class DotProductPolicy(Policy):
         """States ``[N, d]`` after the first ``visible [N]`` events of the histories ``context [N]``."""
 
     @abstractmethod
-    def item_vectors(self, item_ids: Tensor) -> Tensor:
-        """The vectors ``[..., d]`` that the policy reads for the items ``[...]`` of a history; zero for id 0."""
-
-    @abstractmethod
     def output_vectors(self) -> Tensor:
         """The vectors ``[V + 1, d]`` that states are multiplied with; row 0 is not an item."""
 

@@ -16,7 +16,7 @@ and rank items; these metrics are for lists of other systems.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -162,12 +162,9 @@ def diversity(vectors: Tensor, ks: Sequence[int]) -> Tensor:
 
 def tag_diversity(item_ids: Tensor, tags: Tags, ks: Sequence[int]) -> Tensor:
     """``diversity`` of the items' sets of tags, ``|A & B| / sqrt(|A| |B|)`` for the cosine: ``[B, len(ks)]``."""
-    parts = []
-    for part in _chunks(item_ids, tags):
-        tagged = torch.from_numpy(np.diff(tags.offsets))[part] > 0
-        lengths = [_tag_sums(part[:, :k], tags, power=0.5).square().sum(1) for k in ks]
-        parts.append(_one_minus_mean_cosine(torch.stack(lengths, 1), _within(tagged, ks).sum(1).double()))
-    return torch.cat(parts)
+    lengths = _per_k(lambda first: _tag_sums(first, tags, power=0.5).square().sum(1), item_ids, tags, ks)
+    tagged = torch.from_numpy(np.diff(tags.offsets))[item_ids] > 0
+    return _one_minus_mean_cosine(lengths, _within(tagged, ks).sum(1).double())
 
 
 def tag_entropy(item_ids: Tensor, tags: Tags, ks: Sequence[int]) -> Tensor:
@@ -175,11 +172,7 @@ def tag_entropy(item_ids: Tensor, tags: Tags, ks: Sequence[int]) -> Tensor:
 
     In nats: 0 = a single tag, ``ln n`` = n tags in equal shares. Shares as in ``miscalibration``.
     """
-    parts = []
-    for part in _chunks(item_ids, tags):
-        columns = [torch.special.entr(_shares(part[:, :k], tags)).sum(1) for k in ks]
-        parts.append(torch.stack(columns, 1))
-    return torch.cat(parts)
+    return _per_k(lambda first: torch.special.entr(_shares(first, tags)).sum(1), item_ids, tags, ks)
 
 
 def miscalibration(item_ids: Tensor, history: Tensor, tags: Tags, ks: Sequence[int]) -> Tensor:
@@ -219,6 +212,11 @@ def _one_minus_mean_cosine(squared_length: Tensor, count: Tensor) -> Tensor:
 
 def _chunks(item_ids: Tensor, tags: Tags) -> tuple[Tensor, ...]:
     return item_ids.split(max(1, _CELLS_AT_ONCE // tags.num_tags))
+
+
+def _per_k(of: Callable[[Tensor], Tensor], item_ids: Tensor, tags: Tags, ks: Sequence[int]) -> Tensor:
+    """``of`` the first k items, ``[B, len(ks)]``, some lists at a time."""
+    return torch.cat([torch.stack([of(part[:, :k]) for k in ks], 1) for part in _chunks(item_ids, tags)])
 
 
 def _tag_sums(item_ids: Tensor, tags: Tags, power: float) -> Tensor:

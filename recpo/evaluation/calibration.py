@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -158,14 +158,7 @@ def assess(
     """``base_rate``, ``auc``, ``log_loss`` and ``calibration_error`` with percentile bootstrap intervals over users.
 
     A resample draws users with replacement, each with all of their events, because events of a user are similar.
-
-    Raises:
-        RecpoError: there is no event.
     """
-    if not len(probability):
-        raise RecpoError(
-            "no event to measure: the period is empty, or its events have no label", code="empty", field="label"
-        )
     rank, bins = ranks(probability), probability_bins(probability)
     statistics: dict[str, Callable[[FloatArray], float]] = {
         "base_rate": lambda weight: float(np.average(happened, weights=weight)),
@@ -191,14 +184,7 @@ def assess_grades(
         user: ``[N]``.
         resamples: number of bootstrap resamples.
         seed: seed of the bootstrap.
-
-    Raises:
-        RecpoError: there is no event.
     """
-    if not len(predicted):
-        raise RecpoError(
-            "no event to measure: the period is empty, or its events have no grade", code="empty", field="grade"
-        )
     one, two, squares = rankdata(predicted), rankdata(grade), (predicted - grade) ** 2
     statistics: dict[str, Callable[[FloatArray], float]] = {
         "rmse": lambda weight: math.sqrt(np.average(squares, weights=weight)),
@@ -251,10 +237,10 @@ def fit_line(predicted: FloatArray, grade: FloatArray) -> tuple[float, float]:
 
 
 class Exposures(NamedTuple):
-    """Held-out exposures that a reward model scored.
+    """Held-out exposures that a reward scored.
 
     Attributes:
-        score: ``[N, K]``, one column per target.
+        score: ``[N, K]``, one column per target; of a reward that is compared, that of the grade and that of dislikes.
         target: ``[N, K]`` float64 in [0, 1], the outcome; 0 or 1 for a target that is an event.
         known: ``[N, K]`` bool, the log contains the outcome.
         user: ``[N]`` int64.
@@ -268,12 +254,9 @@ class Exposures(NamedTuple):
     is_random: BoolArray
 
 
-_Columns = TypeVar("_Columns", bound=tuple[Any, ...])
-
-
-def selected(columns: _Columns, which: BoolArray) -> _Columns:
-    """The exposures ``which [N]`` of a named tuple of columns."""
-    return type(columns)(*(column[which] for column in columns))
+def selected(exposures: Exposures, which: BoolArray) -> Exposures:
+    """The exposures ``which [N]``."""
+    return Exposures._make(column[which] for column in exposures)
 
 
 def _assess_target(
@@ -326,7 +309,7 @@ def calibrate_targets(
     return {"exposures": _sizes(valid, test), "targets": found}
 
 
-def _sizes(valid: Exposures | RatedExposures, test: Exposures | RatedExposures) -> dict[str, int]:
+def _sizes(valid: Exposures, test: Exposures) -> dict[str, int]:
     return {"valid": len(valid.user), "test": len(test.user), "test_random": int(test.is_random.sum())}
 
 
@@ -335,21 +318,11 @@ def groups(is_random: BoolArray) -> tuple[tuple[str, BoolArray], ...]:
     return ("all", np.ones(len(is_random), bool)), ("random", is_random)
 
 
+_GRADE, _DISLIKE = 0, 1  # columns of compared rewards
 _MOST_CANDIDATES = 1 << 22  # maximum of users times items per batch
 _NO_PROPENSITIES = (
     "the log of the test period has no propensities, so the value of the greedy lists is not estimated from the log"
 )
-
-
-class RatedExposures(NamedTuple):
-    """A reward's predictions of graded exposures, ``[N]`` each; dislike scores are nan without a head for them."""
-
-    reward: FloatArray
-    grade: FloatArray
-    dislike: BoolArray
-    dislike_score: FloatArray
-    user: IntArray
-    is_random: BoolArray
 
 
 class ComparedReward(NamedTuple):
@@ -364,13 +337,15 @@ class ComparedReward(NamedTuple):
     dislike_score: Callable[[FeedbackBatch], Tensor] | None = None
 
     def columns(self, feedback: FeedbackBatch) -> list[Tensor]:
-        """The columns of ``RatedExposures``, without users and random flags."""
+        """The columns of ``Exposures``, without users and random flags: rewards of grades, and scores of dislikes."""
         slates = feedback.slates
         assert slates.grade is not None
         assert slates.dislike is not None
         value = self.reward(feedback, slates).double()
         score = torch.full_like(value, torch.nan) if self.dislike_score is None else self.dislike_score(feedback)
-        return [value, slates.grade.double(), slates.dislike, score.double()]
+        scores = torch.stack([value, score.double()], -1)
+        targets = torch.stack([slates.grade.double(), slates.dislike.double()], -1)
+        return [scores, targets, scores.isfinite() & targets.isfinite()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +418,7 @@ class RewardComparison:
         for name, compared in rewards.items():
             valid = _rated(name, "valid", self.exposures("valid", compared.columns))
             test, lists, logging = self._test(name, compared)
-            scale, shift = fit_line(valid.reward, valid.grade)
+            scale, shift = fit_line(valid.score[:, _GRADE], valid.target[:, _GRADE])
             shown = {group: selected(test, which) for group, which in groups(test.is_random) if which.any()}
             seen = {of: lists[of] for of in ("users", "coverage", "overlap")}
             caution = similar_lists_warning(name, k=self.k, items=num_candidates, **seen)
@@ -458,7 +433,7 @@ class RewardComparison:
             exposures[name] = _sizes(valid, test)
         return {"k": self.k, "exposures": exposures, "logging_policy": logging, "rewards": found, "notes": notes}
 
-    def _test(self, name: str, compared: ComparedReward) -> tuple[RatedExposures, dict[str, Any], dict[str, Any]]:
+    def _test(self, name: str, compared: ComparedReward) -> tuple[Exposures, dict[str, Any], dict[str, Any]]:
         """One pass over the test period: its exposures, and the value of the greedy lists and of the logging policy."""
         num_items, exposures = self.data.num_items, []
         value = None if self.value is None else self.value.measure()
@@ -501,13 +476,14 @@ class RewardComparison:
         length, reads = int(self.data.manifest["max_context"]), Reads(True, True, True)
         return held_out_batches(self.data, split, length, reads, options, self.device, f"calibrate: {split}")
 
-    def _errors(self, test: RatedExposures, scale: float, shift: float) -> dict[str, Any]:
+    def _errors(self, test: Exposures, scale: float, shift: float) -> dict[str, Any]:
         """Error and rank correlations of one group of exposures."""
         options = {"resamples": self.options.resamples, "seed": self.options.seed}
-        intervals = assess_grades(scale * test.reward + shift, test.grade, test.user, **options)
-        if not np.isnan(test.dislike_score).any():
-            rank = ranks(test.dislike_score)
-            auc = {"dislike_auc": lambda weight: roc_auc(rank, test.dislike, weight)}
+        predicted = scale * test.score[:, _GRADE] + shift
+        intervals = assess_grades(predicted, test.target[:, _GRADE], test.user, **options)
+        if test.known[:, _DISLIKE].all():
+            rank, disliked = ranks(test.score[:, _DISLIKE]), test.target[:, _DISLIKE] > 0.5
+            auc = {"dislike_auc": lambda weight: roc_auc(rank, disliked, weight)}
             intervals |= _over_resampled_users(auc, test.user, **options)
         return {"exposures": len(test.user), "users": len(np.unique(test.user)), **as_json(intervals)}
 
@@ -523,10 +499,10 @@ def _joined(parts: Sequence[list[NDArray[Any]]]) -> list[NDArray[Any]]:
     return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
-def _rated(name: str, split: HeldOut, columns: list[Any]) -> RatedExposures:
+def _rated(name: str, split: HeldOut, columns: list[Any]) -> Exposures:
     """The exposures with a grade and a reward."""
-    rated = RatedExposures(*columns)
-    known = np.isfinite(rated.reward) & np.isfinite(rated.grade)
+    rated = Exposures(*columns)
+    known = rated.known[:, _GRADE]
     if not known.any():
         raise RecpoError(
             f"{name}: no exposure of the {split} period has both a grade and a reward, so there is nothing to "

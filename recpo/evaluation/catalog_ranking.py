@@ -36,6 +36,7 @@ class RankingResult:
         user_segments: segment name to bin to ``[U]`` bool, the users in it.
         item_segments: segment name to bin to metrics as in ``per_user``, of the targets in that bin alone.
         precision: the AUCs of ``per_user`` to ``[U]`` float32, how precisely they are known (``auc_precision``).
+        measured_by: the names of metrics and totals to the measures that returned them.
     """
 
     user_ids: Tensor
@@ -45,6 +46,7 @@ class RankingResult:
     user_segments: dict[str, dict[str, Tensor]]
     item_segments: dict[str, dict[str, dict[str, Tensor]]]
     precision: dict[str, Tensor] = field(default_factory=dict)
+    measured_by: dict[str, Measure] = field(default_factory=dict)
 
     def estimate(self, metric: str) -> Estimate:
         """Mean of a metric over the users for whom it is defined."""
@@ -144,13 +146,14 @@ class RankingPass:
         self._precision: _Parts = defaultdict(list)
         self._history_bins: list[Tensor] = []
         self._per_bin: dict[tuple[str, str], _Parts] = defaultdict(lambda: defaultdict(list))
+        self._measured_by: dict[str, Measure] = {}
 
     def add(self, batch: EvaluationBatch) -> None:
         """Ranks the users of a batch.
 
         Raises:
-            RecpoError: lists with excluded items or an item twice, log-probabilities that are nan or above 0, or two
-                measures return a metric of the same name.
+            RecpoError: lists with excluded items or an item twice, log-probabilities that are nan or above 0, or a
+                measure returns something else than a number per user (code ``wrong_shape``), or a metric of another.
         """
         with torch.inference_mode():
             recommender, ranking, candidates = self._recommender, self._ranking, self._ranking.candidates
@@ -190,10 +193,15 @@ class RankingPass:
         if self._ranking.by_history:
             bins = torch.cat(self._history_bins)
             user_segments[HISTORY_LENGTH] = {name: bins == index for index, name in enumerate(HISTORY_BINS)}
+        totals: dict[str, float] = {}
+        for measure in self._measures:
+            found = measure.totals()
+            totals |= found
+            self._measured_by |= dict.fromkeys(found, measure)
         return RankingResult(
             user_ids=torch.cat(self._user_ids),
             per_user=_joined(self._per_user),
-            totals={name: value for measure in self._measures for name, value in measure.totals().items()},
+            totals=totals,
             counts=dict(self._counts),
             user_segments=user_segments,
             item_segments={
@@ -201,6 +209,7 @@ class RankingPass:
                 for segment in self._ranking.item_segments
             },
             precision=_joined(self._precision),
+            measured_by=self._measured_by,
         )
 
     def _rankable(self, targets: Targets, exclude: Tensor, absent: Tensor | None) -> Targets:
@@ -233,6 +242,8 @@ class RankingPass:
             _append(self._precision, auc_precision(targets, unseen.item_ids))
         for measure in self._measures:
             more = measure.update(observed)
+            _validate_measured(measure, more, len(lists))
+            self._measured_by |= dict.fromkeys(more, measure)
             if again := metrics.keys() & more.keys():
                 names = ", ".join(sorted(again))
                 message = f"two measures give metrics of the same name: {names}; give yours another name"
@@ -278,6 +289,15 @@ def _validate_answer(
             message = f"{name} gave {what} log-probabilities up to {float(given.max()):.4g}, expected at most 0: these "
             message += "are not log-probabilities, so its values would be meaningless; normalize the scores"
             raise RecpoError(message, code="out_of_range", field=field_name)
+
+
+def _validate_measured(measure: Measure, found: Mapping[str, Tensor], users: int) -> None:
+    for name, values in found.items():
+        if not isinstance(values, Tensor) or values.shape != (users,):
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            message = f"measures: {type(measure).__name__} returned {shape} for {name}, expected a tensor [{users}], "
+            message += "one number per user of the batch, nan for a user without one"
+            raise RecpoError(message, code="wrong_shape", field=name)
 
 
 def graded_accuracy(observed: Observed, ks: Sequence[int], gain: Gain = "linear") -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """One pass over the held-out users for every contender, with the same data and options."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from recpo.evaluation.beyond_accuracy import BeyondAccuracy, ItemFacts, ItemFeat
 from recpo.evaluation.candidates import CandidateTable, HeldOut, candidates_of
 from recpo.evaluation.catalog_ranking import Gain, Ranking, RankingResult, evaluate_ranking, validate_ks
 from recpo.evaluation.contenders import Contender, Kind
-from recpo.evaluation.measures import BehaviorRates, Direction, Further, Measure, Recommender
+from recpo.evaluation.measures import BehaviorRates, Direction, Measure, Recommender
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
 from recpo.evaluation.off_policy.results import OffPolicyResult
@@ -204,7 +205,7 @@ class HeldOutPass:
         recommender = contender.load()
         is_estimated = self.off_policy is not None and contender.kind != "oracle"
         value = self.off_policy.measure(recommender.policy) if self.off_policy is not None and is_estimated else None
-        behaviors, further = self.data.behaviors, [Further(measure) for measure in self.options.measures]
+        behaviors, further = self.data.behaviors, [deepcopy(measure) for measure in self.options.measures]
         optional: list[Measure | None] = [
             self.truth,
             value,
@@ -216,7 +217,7 @@ class HeldOutPass:
         result = evaluate_ranking(recommender, batches, self.ranking, known)
         result = replace(result, counts={**result.counts, **recommender.counts()})
         estimated = None if value is None else value.result()
-        own = {name: direction for measure in further for name, direction in measure.names.items()}
+        own = {name: by.direction for name, by in result.measured_by.items() if any(by is one for one in further)}
         facts = dict(contender.facts)
         if facts and contender.kind != "lists":
             facts["max_history"] = recommender.max_history

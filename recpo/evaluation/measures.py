@@ -7,7 +7,6 @@ such as likes, follows and shares (``BehaviorRates``).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from recpo.base.contracts import Policy
-from recpo.base.errors import RecpoError
 from recpo.base.features import Reads
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations
 from recpo.ops.exposures import Targets
@@ -61,15 +59,11 @@ class Recommender:
             batch: the users.
             k: length of the lists.
             unavailable: ``[B, N]`` items that are not candidates, padded with 0; None = every item is one.
-
-        Raises:
-            RecpoError: it makes no lists.
         """
         exclude = batch.exclude if unavailable is None else torch.cat([batch.exclude, unavailable], 1)
         if self.recommend_to_batch is not None:
             return self.recommend_to_batch(batch, k, exclude)
-        if self.recommend is None:
-            raise RecpoError(f"{self.name} makes no lists", code="wrong_class", field=self.name)
+        assert self.recommend is not None
         return self.recommend(batch.feedback.histories, k, exclude)
 
 
@@ -125,46 +119,6 @@ class Measure(ABC):
     def totals(self) -> Mapping[str, float]:
         """Metrics of all lists so far; nan if not defined; empty if there are only per-user metrics, as by default."""
         return {}
-
-
-class Further(Measure):
-    """A copy of a user's measure for one pass, which checks what it returns and notes the names.
-
-    Args:
-        measure: not changed, so that it can serve every contender.
-
-    Attributes:
-        names: the metrics so far.
-    """
-
-    def __init__(self, measure: Measure) -> None:
-        self._measure = deepcopy(measure)
-        self.names: dict[str, Direction] = {}
-
-    def update(self, observed: Observed) -> Mapping[str, Tensor]:
-        """The per-user metrics of the measure.
-
-        Raises:
-            RecpoError: they are not one number per user (code ``wrong_shape``).
-        """
-        found, users = self._measure.update(observed), len(observed.batch.user_ids)
-        for name, values in found.items():
-            if not isinstance(values, Tensor) or values.shape != (users,):
-                shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-                raise RecpoError(
-                    f"measures: {type(self._measure).__name__} returned {shape} for {name}, expected a tensor "
-                    f"[{users}], one number per user of the batch, nan for a user without one",
-                    code="wrong_shape",
-                    field=name,
-                )
-        self.names |= dict.fromkeys(found, self._measure.direction)
-        return found
-
-    def totals(self) -> Mapping[str, float]:
-        """The totals of the measure."""
-        found = self._measure.totals()
-        self.names |= dict.fromkeys(found, self._measure.direction)
-        return found
 
 
 class BehaviorRates(Measure):

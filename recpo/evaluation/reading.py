@@ -159,7 +159,7 @@ def best_by_value(document: Document, among: Sequence[str]) -> str | None:
         None if no contender among these has a value.
     """
     k = document["setting"]["ks"][0]
-    for value in (*_values(document, k), _ndcg(document)):
+    for value in _values(document, k):
         known = [name for name in among if name in value.of]
         if known:
             return max(known, key=lambda name: value.of[name].mean)
@@ -168,12 +168,15 @@ def best_by_value(document: Document, among: Sequence[str]) -> str | None:
 
 def criterion(document: Document) -> Value | None:
     """The measure of value to name the best contender by: the first that compares two, as in ``best_by_value``."""
-    values = [*_values(document, document["setting"]["ks"][0]), _ndcg(document)]
+    values = _values(document, document["setting"]["ks"][0])
     return next((one for one in values if len(one.of) > 1), next((one for one in values if one.of), None))
 
 
 def _values(document: Document, k: int) -> list[Value]:
-    """The measures of value, the most reliable first: with deep lists, the estimate that `recpo fit` decides by."""
+    """The measures of value, the most reliable first: with deep lists, the estimate that `recpo fit` decides by.
+
+    The last one is NDCG, which says something of value if nothing else does.
+    """
     off_policy = [(DISCOUNTED.format(k=k), "SNIPS"), *((f"top_{k}", estimator) for estimator in _ESTIMATORS)]
     estimated = "it estimates what users would get from the lists, from the log's propensities"
     auc = (
@@ -184,12 +187,10 @@ def _values(document: Document, k: int) -> list[Value]:
         _value(document, f"{TRUE_REWARD}{k}", "it is what users get from the lists"),
         *(_value(document, key, estimated, f"off-policy value ({key[1]}, {key[0]})") for key in off_policy),
         _value(document, "AUC_mixed", auc),
+        _value(
+            document, f"NDCG@{k}", "it rewards agreement with the logged positives, because nothing is known of value"
+        ),
     ]
-
-
-def _ndcg(document: Document) -> Value:
-    why = "it rewards agreement with the logged positives, because nothing is known of value"
-    return _value(document, f"NDCG@{document['setting']['ks'][0]}", why)
 
 
 def _value(document: Document, key: str | tuple[str, str], why: str, name: str | None = None) -> Value:

@@ -93,12 +93,16 @@ def _substituted(
     return int(lacking.sum())
 
 
+@dataclass(frozen=True, kw_only=True)
 class _GivenVectors(VectorSource):
-    """Vectors from outside recpo: rows of item ids and vectors."""
+    """Vectors from outside recpo: rows of item ids and vectors; rows of items outside the catalog are counted."""
 
-    item_id: str
-    vector: str | list[str]
-    missing: Missing
+    item_id: str = "item_id"
+    """column of the item ids of the log"""
+    vector: str | list[str] = "vector"
+    """a column of lists of equal length, or a list of columns of numbers, one for each dimension"""
+    missing: Missing = "error"
+    """what an item without a row gets: an error, the mean vector, or the zero vector"""
 
     @abstractmethod
     def _source(self) -> Path | pa.Table: ...
@@ -113,19 +117,10 @@ class _GivenVectors(VectorSource):
 
 @dataclass(frozen=True)
 class VectorsFromParquet(_GivenVectors):
-    """Vectors from a file, for example text or image embeddings.
-
-    Attributes:
-        file: Parquet file, or a directory of such files; rows of items outside the catalog are ignored and counted.
-        item_id: column of the item ids of the log.
-        vector: a column of lists of equal length, or a list of columns of numbers, one for each dimension.
-        missing: what an item that the file does not contain gets: an error, the mean vector, or the zero vector.
-    """
+    """Vectors from a file, for example text or image embeddings."""
 
     file: Path
-    item_id: str = "item_id"
-    vector: str | list[str] = "vector"
-    missing: Missing = "error"
+    """Parquet file, or a directory of such files"""
 
     def _source(self) -> Path:
         return self.file
@@ -133,20 +128,10 @@ class VectorsFromParquet(_GivenVectors):
 
 @dataclass(frozen=True)
 class VectorsFromFrame(_GivenVectors):
-    """Vectors in memory; from Python only.
-
-    Attributes:
-        frame: any frame (pandas, polars, pyarrow, or a dictionary of columns); rows of items outside the catalog are
-            ignored and counted.
-        item_id: column of the item ids of the log.
-        vector: a column of lists of equal length, or a list of columns of numbers, one for each dimension.
-        missing: what an item that the frame does not contain gets: an error, the mean vector, or the zero vector.
-    """
+    """Vectors in memory; from Python only."""
 
     frame: Frame
-    item_id: str = "item_id"
-    vector: str | list[str] = "vector"
-    missing: Missing = "error"
+    """any frame (pandas, polars, pyarrow, or a dictionary of columns)"""
 
     def _source(self) -> pa.Table:
         return to_arrow(self.frame, "vectors")

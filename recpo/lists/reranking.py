@@ -172,18 +172,20 @@ class Reranker(ABC):
     """Chooses a slate from a shortlist, one item after the other; implementations are frozen dataclasses.
 
     Attributes:
+        name: a short name with its options, for tables: a format string of its fields.
         reads_vectors: it reads item vectors.
     """
 
+    name: ClassVar[str]
     reads_vectors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         validate_ranges(self)
 
     @property
-    @abstractmethod
     def label(self) -> str:
-        """A short name with its options, for tables."""
+        """Its name, for tables."""
+        return self.name.format_map(vars(self))
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -294,13 +296,10 @@ class Calibration(Reranker):
         relevance_weight: w in [0, 1]; 1 = only relevance.
     """
 
+    name: ClassVar[str] = "calibrated {attribute} {relevance_weight:g}"
+
     attribute: str
     relevance_weight: ClosedUnitInterval = 0.5
-
-    @property
-    def label(self) -> str:
-        """See ``Reranker``."""
-        return f"calibrated {self.attribute} {self.relevance_weight:g}"
 
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
@@ -354,13 +353,10 @@ class AttributeCap(Reranker):
         at_most: largest number of items of a slate that may share a value.
     """
 
+    name: ClassVar[str] = "{attribute} at most {at_most}"
+
     attribute: str
     at_most: PositiveInt = 2
-
-    @property
-    def label(self) -> str:
-        """See ``Reranker``."""
-        return f"{self.attribute} at most {self.at_most}"
 
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
@@ -412,10 +408,7 @@ class Determinantal(_BySimilarity):
     (k + d)``. Items in that span come last, by relevance.
     """
 
-    @property
-    def label(self) -> str:
-        """See ``Reranker``."""
-        return f"dpp {self.relevance_weight:g}"
+    name: ClassVar[str] = "dpp {relevance_weight:g}"
 
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None
@@ -455,10 +448,7 @@ class MaximalMarginalRelevance(_BySimilarity):
     one. Time is proportional to ``k M d``.
     """
 
-    @property
-    def label(self) -> str:
-        """See ``Reranker``."""
-        return f"mmr {self.relevance_weight:g}"
+    name: ClassVar[str] = "mmr {relevance_weight:g}"
 
     def order(
         self, items: IntArray, scores: FloatArray, k: int, known: ItemAttributes, history: IntArray | None = None

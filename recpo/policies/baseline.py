@@ -87,15 +87,8 @@ class BaselinePolicy(Policy):
 
     def _best(self, histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
         logits = self.scores(histories) / self.temperature
-        allowed = F.pad(logits, (1, 0), value=-torch.inf)
-        if exclude is not None:
-            allowed = allowed.scatter(1, exclude, -torch.inf)
-        if torch.compiler.is_exporting():
-            best, ids = allowed.topk(k, 1)
-            ids = catalog_search.ties_to_smaller_id(best, ids, self.num_items + 1)
-        else:
-            best, ids = catalog_search.block_top_k(allowed, k)
-        return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - logits.logsumexp(1, keepdim=True))
+        padded = F.pad(logits, (1, 0), value=-torch.inf)
+        return catalog_search.best_of_scores(padded, logits.logsumexp(1, keepdim=True), k, exclude)
 
 
 class PopularityPolicy(BaselinePolicy):
@@ -213,10 +206,6 @@ class ImplicitPolicy(BaselinePolicy, DotProductPolicy):
     def states_at(self, histories: Histories, context: Tensor, visible: Tensor) -> Tensor:
         """See ``DotProductPolicy.states_at``: every prefix is folded in by itself."""
         return torch.cat([self.last_states(part) for part in prefixes(histories, context, visible)])
-
-    def item_vectors(self, item_ids: Tensor) -> Tensor:
-        """See ``DotProductPolicy.item_vectors``."""
-        return self.output_vectors()[item_ids]
 
     def output_vectors(self) -> Tensor:
         """See ``DotProductPolicy.output_vectors``."""

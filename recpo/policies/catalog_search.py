@@ -79,12 +79,19 @@ def _top_k_of_one_block(
     """
     scores = scores_of(states, table, variance_columns, product)
     scores = scores.scatter(1, torch.zeros_like(scores[:, :1], dtype=torch.long), -torch.inf)
-    lse = scores.logsumexp(1)
+    return best_of_scores(scores, scores.logsumexp(1, keepdim=True), k, exclude)
+
+
+def best_of_scores(scores: Tensor, lse: Tensor, k: int, exclude: Tensor | None) -> Recommendations:
+    """The ``k`` best items of all scores ``[B, V + 1]``, -inf in column 0, whose log-sum-exp is ``lse [B, 1]``."""
     if exclude is not None:
         scores = scores.scatter(1, exclude, -torch.inf)
-    best, ids = scores.topk(k, 1)
-    ids = ties_to_smaller_id(best, ids, scores.shape[1])
-    return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse[:, None])
+    if torch.compiler.is_exporting():
+        best, ids = scores.topk(k, 1)
+        ids = ties_to_smaller_id(best, ids, scores.shape[1])
+    else:
+        best, ids = block_top_k(scores, k)
+    return Recommendations(ids.masked_fill(best == -torch.inf, 0), best - lse)
 
 
 def best_by_blocks(

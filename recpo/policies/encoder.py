@@ -255,7 +255,7 @@ class HistoryEncoder(nn.Module):
         if items.shape[1] > self.attention_length:
             return self._last_only(items, histories, parts)
         states, gaps, packing = self._embedded(items, histories, parts)
-        for block in self.blocks:
+        for block in self.blocks if items.shape[1] else ():
             states = block(states, gaps, packing)
         states = states if packing is None else packing.unpack(states)
         states = self.norm(torch.cat([self.start.expand(items.shape[0], 1, -1), states], 1))
@@ -293,6 +293,8 @@ class HistoryEncoder(nn.Module):
 
     def _last_attended(self, items: Tensor, histories: Histories, parts: Tensor | None) -> Tensor:
         """The blocks' state after the whole of a history that they can read, ``[B, d]``."""
+        if not items.shape[1]:  # nobody has an event
+            return self.norm(self.start).expand(items.shape[0], -1)
         lengths, (states, gaps, packing) = histories.lengths, self._embedded(items, histories, parts)
         for block in self.blocks[:-1]:
             states = block(states, gaps, packing)

@@ -8,7 +8,7 @@ Its inputs beyond items and feedback are behaviors, time gaps, request features 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -230,15 +230,11 @@ class FeaturePolicy(StatePolicy, EncoderOptions):
 
     def encoded(self, vectors: Tensor, histories: Histories) -> Tensor:
         """States ``[B, H + 1, d]`` of histories with item vectors ``[B, H, d]``."""
-        if vectors.shape[1] == 0:
-            return self.encoded(*_with_a_place(vectors, histories))[:, :1]
         states: Tensor = self.encoder(vectors, histories, self._parts(histories))
         return states if self.history_features is None else self.history_features.joined(states, histories)
 
     def encoded_last(self, vectors: Tensor, histories: Histories) -> Tensor:
         """The state after the complete history, ``[B, d]``."""
-        if vectors.shape[1] == 0:
-            return self.encoded_last(*_with_a_place(vectors, histories))
         state = self.encoder.last(vectors, histories, self._parts(histories))
         return state if self.history_features is None else self.history_features.joined_last(state, histories)
 
@@ -253,15 +249,3 @@ class FeaturePolicy(StatePolicy, EncoderOptions):
             )
         extra = self.history_features
         return None if extra is None else extra.of_events(histories, self.encoder.attention_length)
-
-
-def _with_a_place(vectors: Tensor, histories: Histories) -> tuple[Tensor, Histories]:
-    """If no user of a batch has an event, the histories have width 0; this adds one padded place."""
-
-    def with_a_row(column: Tensor) -> Tensor:
-        return F.pad(column, (0, 0, 0, 1), value=torch.nan if column.is_floating_point() else 0)
-
-    columns = {name: getattr(histories, name) for name in ("item_ids", "feedback", "timestamps", "behaviors")}
-    wider: dict[str, Any] = {name: F.pad(column, (0, 1)) for name, column in columns.items() if column is not None}
-    context = None if histories.context is None else histories.context.map(with_a_row)
-    return F.pad(vectors, (0, 0, 0, 1)), histories._replace(**wider, context=context)

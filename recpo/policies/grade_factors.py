@@ -148,16 +148,8 @@ class GradeFactors(nn.Module):
             noise: variance of a grade around its expectation.
 
         Raises:
-            RecpoError: wrong sizes, or missing covariances although there is a bound.
+            RecpoError: missing covariances although there is a bound.
         """
-        factors, expected = tensors["item_factors"], (len(self.item_bias) - 1, self.item_factors.shape[1])
-        if factors.shape != expected:
-            raise RecpoError(
-                f"item_factors have the shape {tuple(factors.shape)}, expected {expected}: take factors of the same "
-                "items",
-                code="wrong_shape",
-                field="item_factors",
-            )
         for name in ("item_factors", "item_bias", "factor_variance", "history_prior"):
             getattr(self, name)[1:] = tensors[name]
         for name in ("user_prior", "item_prior", "prior_variance", "prior_covariance"):
@@ -173,7 +165,7 @@ class GradeFactors(nn.Module):
                 code="missing_value",
                 field="lower_bound",
             )
-        self.item_variances[1:] = noise * item_variance_vectors(factors, tensors["item_covariance"])
+        self.item_variances[1:] = noise * item_variance_vectors(tensors["item_factors"], tensors["item_covariance"])
 
     def new_item_rows(self, features: Features) -> dict[str, Tensor]:
         """Rows for items without events, of every tensor that has a row per item, by the name of the tensor.
@@ -232,15 +224,10 @@ class GradeFactors(nn.Module):
         own = torch.cat([users[:, :rank], torch.ones_like(users[:, :1])], 1) / temperature
         return torch.cat([own, users[:, rank + 1 :] / temperature**2], 1) if self.options.lower_bound else own
 
-    def item_vectors(self, item_ids: Tensor | None = None) -> Tensor:
-        """``[q, b, t]`` of the items ``[...]``; None = all items, including row 0.
-
-        The last dimension is ``r + 1 + variance_columns``.
-        """
-        columns = [self.item_factors, self.item_bias[:, None]]
-        if self.options.lower_bound:
-            columns.append(self.item_variances)
-        return torch.cat([column if item_ids is None else column[item_ids] for column in columns], -1)
+    def item_vectors(self) -> Tensor:
+        """``[q, b, t]`` of all items, including row 0: ``[V + 1, r + 1 + variance_columns]``."""
+        variances = [self.item_variances] if self.options.lower_bound else []
+        return torch.cat([self.item_factors, self.item_bias[:, None], *variances], 1)
 
     def relative_grades(self, users: Tensor, item_ids: Tensor) -> Tensor:
         """Grades of the items ``[B, C]`` minus the bound, up to a constant per user; ``users`` is from ``fold_in``."""

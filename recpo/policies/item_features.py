@@ -117,7 +117,6 @@ class FeatureEncoder(nn.Module):
     def inputs(self, features: Features) -> FeatureInputs:
         """The input of ``encode`` for ``features``. This step has no learned parameters."""
         dtype, lists = self.bias.dtype, features.lists
-        self._validate_widths(features)
         codes = torch.cat([features.codes, *lists], -1)
         rows = torch.where((codes >= 0) & (codes < self._sizes), codes, UNKNOWN) + self._offsets
         weights = None
@@ -140,24 +139,6 @@ class FeatureEncoder(nn.Module):
         flat = None if weights is None else weights.reshape(-1, width)
         bags = F.embedding_bag(rows.reshape(-1, width), self.table, per_sample_weights=flat, mode="sum")
         return bags.view(*rows.shape[:-1], self.table.shape[1])
-
-    def _validate_widths(self, features: Features) -> None:
-        """Raises if the features differ from those that the encoder was built for."""
-        expected = (
-            len(of_type(self.features, Category)),
-            *(one.length for one in of_type(self.features, Categories)),
-            len(of_type(self.features, Number)),
-            *(one.width for one in of_type(self.features, Vector)),
-        )
-        columns = (features.codes, *features.lists, features.numbers, *features.vectors)
-        found = tuple(column.shape[-1] for column in columns)
-        if found != expected:
-            raise RecpoError(
-                f"features have the widths {list(found)} (categories, lists, numbers, vectors), the encoder was made "
-                f"for {list(expected)}: pass the features of the policy's schema",
-                code="wrong_shape",
-                field="features",
-            )
 
 
 def _list_weights(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -234,18 +215,7 @@ class ItemFeatures(nn.Module):
 
     @torch.no_grad()
     def assign(self, features: Features) -> None:
-        """Sets the features of the items, leading shape ``[V + 1]``; row 0 is not an item.
-
-        Raises:
-            RecpoError: the features belong to another number of items.
-        """
-        if len(features.codes) != self.num_items + 1:
-            raise RecpoError(
-                f"item features have {len(features.codes)} rows, expected {self.num_items + 1}: one for each of the "
-                f"{self.num_items} items of the catalog, behind that of no item",
-                code="wrong_shape",
-                field="item_features",
-            )
+        """Sets the features of the items, leading shape ``[V + 1]``; row 0 is not an item."""
         count = len(features.codes)
         rows, weights, dense = self.encoder.inputs(features.rows(torch.arange(0)))
         self._rows = rows.new_empty((count, *rows.shape[1:]), dtype=torch.int32)

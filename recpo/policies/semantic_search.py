@@ -32,11 +32,11 @@ class Trie(nn.Module):
     """The codes that may follow a prefix, and the item of each complete tuple.
 
     Args:
-        codes: ``[V, T]`` int64; row i belongs to item i + 1, and rows are distinct.
+        codes: ``[V, T]`` int64; row i belongs to item i + 1, and rows are distinct (``Codes`` has checked them).
         codebook_sizes: ``K_t`` of every level.
 
     Raises:
-        RecpoError: no items, a code out of range, or two items with the same codes.
+        RecpoError: too many nodes.
     """
 
     _begin: Tensor
@@ -50,7 +50,6 @@ class Trie(nn.Module):
         super().__init__()
         self.codebook_sizes = tuple(int(size) for size in codebook_sizes)
         self.num_items, self.depth = len(codes), len(self.codebook_sizes)
-        _check(codes, self.codebook_sizes)
         #: nodes per level, 0 (the root) .. T (the leaves)
         self.level_sizes = [1]
         self._first, self._most_children = [0], []
@@ -79,13 +78,6 @@ class Trie(nn.Module):
         self._register("_begin", torch.cat(begins), torch.int32)
         self._register("_parent", torch.cat(parents), torch.int32)
         self._register("_code", torch.cat(last_codes), _smallest_type(max(self.codebook_sizes)))
-        if self.level_sizes[-1] != self.num_items:
-            raise RecpoError(
-                f"{self.num_items - self.level_sizes[-1]} items share their codes with another one: a tuple has to "
-                "name one item; run `recpo tokenize` again",
-                code="duplicate",
-                field="codes",
-            )
         # leaves to items and back; ``rank`` is the place of every item in the sorted order
         ids = torch.arange(1, self.num_items + 1)
         self._register("_item", torch.empty_like(ids).index_copy_(0, rank, ids), torch.int32)
@@ -187,24 +179,6 @@ class Trie(nn.Module):
     def extra_repr(self) -> str:
         """The text that ``repr`` shows."""
         return f"num_items={self.num_items}, codebook_sizes={self.codebook_sizes}"
-
-
-def _check(codes: Tensor, sizes: tuple[int, ...]) -> None:
-    if codes.ndim != 2 or codes.shape[1] != len(sizes) or not len(codes) or not sizes:
-        raise RecpoError(
-            f"codes have shape {list(codes.shape)}, expected [items, {len(sizes)} levels], at least one each",
-            code="wrong_shape",
-            field="codes",
-        )
-    outside = ((codes < 0) | (codes >= torch.tensor(sizes, device=codes.device))).any(1)
-    if bool(outside.any()):
-        at = int(outside.int().argmax())
-        raise RecpoError(
-            f"{int(outside.sum())} items have a code outside 0 .. codebook size - 1 (sizes {list(sizes)}), the first "
-            f"is item {at + 1} with {codes[at].tolist()}: run `recpo tokenize` again",
-            code="out_of_range",
-            field="codes",
-        )
 
 
 def _bitmap(parent: Tensor, code: Tensor, nodes: int, size: int) -> Tensor | None:

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from recpo.base.contracts import DotProductPolicy, Policy, StatePolicy
+from recpo.base.contracts import DotProductPolicy, Policy
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import FeatureSchema
-from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan, Slates
-from recpo.ops.kernels import take_rows, without_autocast
-from recpo.ops.linear_logprob import linear_entropy, linear_log_softmax, linear_logprob
+from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
+from recpo.ops.kernels import without_autocast
+from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies import catalog_search, sampling
 from recpo.policies.baseline import BaselinePolicy
 from recpo.policies.encoder import readable_ids
@@ -61,10 +61,6 @@ class PolicyWithBase(Policy):
     def set_item_features(self, features: Features) -> None:
         """See ``Policy.set_item_features``."""
         self.base.set_item_features(features)
-
-    def set_item_counts(self, counts: Tensor) -> None:
-        """See ``Policy.set_item_counts``."""
-        self.base.set_item_counts(counts)
 
     def precompute_item_vectors(self) -> None:
         """See ``Policy.precompute_item_vectors``."""
@@ -112,7 +108,7 @@ class PolicyWithBase(Policy):
         self.reads_timestamps, self.reads_item_features = base.reads_timestamps, base.reads_item_features
 
 
-class TiltedPolicy(PolicyWithBase, StatePolicy):
+class TiltedPolicy(PolicyWithBase):
     """``base(i | h) exp(grade(h, i) / temperature)``, normalized exactly, of a base that is a ``DotProductPolicy``.
 
     With the state ``[state / base temperature; p / temperature; 1 / temperature]`` and the item vector ``[vector; q;
@@ -151,51 +147,19 @@ class TiltedPolicy(PolicyWithBase, StatePolicy):
         """See ``PolicyWithBase.scorer``."""
         return self.factors
 
-    def encode(self, histories: Histories) -> Tensor:
-        """See ``StatePolicy.encode``. Prefixes that are longer than the base's attention are encoded one by one."""
-        batch, states = len(histories.lengths), histories.item_ids.shape[1] + 1
-        return self._states_at(histories, torch.arange(batch * states, device=histories.lengths.device)).view(
-            batch, states, self.dim
-        )
-
-    def item_vectors(self, item_ids: Tensor) -> Tensor:
-        """See ``StatePolicy.item_vectors``."""
-        return torch.cat([self.base.item_vectors(item_ids), self.factors.item_vectors(item_ids)], -1)
-
     def output_vectors(self) -> Tensor:
         """The vectors ``[V + 1, d]`` that multiply states (``catalog_search.scores_of``); row 0 is not an item."""
         return torch.cat([self.base.output_vectors(), self.factors.item_vectors()], 1)
 
-    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.log_prob``."""
-        plan, scored = self._scored(batch, needed, states)
-        targets = planned_items(plan, batch.slates)
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``."""
+        plan = scoring_plan(batch, needed)
+        states, targets = self._states_at(batch.histories, plan.rows), planned_items(plan, batch.slates)
         if self.factors.options.lower_bound:
-            logp = self._bounded_log_prob(scored, targets, plan.state_index)
+            logp = self._bounded_log_prob(states, targets, plan.state_index)
         else:
-            logp = linear_logprob(scored, self.output_vectors(), targets, plan.state_index)
+            logp = linear_logprob(states, self.output_vectors(), targets, plan.state_index)
         return spread(plan, logp)[..., None]
-
-    def entropy(self, batch: FeedbackBatch, needed: Tensor | None = None, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.entropy``."""
-        plan, scored = self._scored(batch, needed, states)
-        if self.factors.options.lower_bound:
-            logps = (scores.log_softmax(1) for scores in self._scores(scored))
-            entropy = torch.cat([-(logp.exp() * logp).sum(1) for logp in logps])
-        else:
-            entropy = linear_entropy(scored, self.output_vectors())
-        return spread(plan, entropy if plan.state_index is None else entropy[plan.state_index])
-
-    def catalog_log_prob(self, batch: FeedbackBatch, states: Tensor | None = None) -> Tensor:
-        """See ``StatePolicy.catalog_log_prob``."""
-        histories = batch.histories
-        if states is None:
-            last = self.last_states(histories)
-        else:
-            last = states[torch.arange(len(states), device=states.device), histories.lengths]
-        if self.factors.options.lower_bound:
-            return torch.cat([scores.log_softmax(1) for scores in self._scores(last)])[..., None]
-        return linear_log_softmax(last, self.output_vectors())[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
@@ -234,7 +198,7 @@ class TiltedPolicy(PolicyWithBase, StatePolicy):
         return sampling.contexts_at_once(self.num_items)
 
     def _scores(self, states: Tensor) -> Iterator[Tensor]:
-        """Scores ``[n, V]`` of all items, a few contexts at a time, with a gradient."""
+        """Scores ``[n, V]`` of all items, a few contexts at a time."""
         table = self.output_vectors()[1:]
         for part in states.split(self._contexts_at_once):
             with without_autocast(states.device):
@@ -250,11 +214,6 @@ class TiltedPolicy(PolicyWithBase, StatePolicy):
         vectors, own = self.output_vectors()[targets], self.dim - self.factors.variance_columns
         variance = (of_target[:, own:] * vectors[:, own:]).detach().sum(1)
         return (of_target[:, :own] * vectors[:, :own]).sum(1) - variance.clamp_min(0.0).sqrt() - lse
-
-    def _scored(self, batch: FeedbackBatch, needed: Tensor | None, states: Tensor | None) -> tuple[ScoringPlan, Tensor]:
-        """The plan of the positions that are needed, and its states."""
-        plan = scoring_plan(batch, needed)
-        return plan, self._states_at(batch.histories, plan.rows) if states is None else take_rows(states, plan.rows)
 
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
@@ -316,8 +275,7 @@ class _Reranked(PolicyWithBase):
     ) -> None:
         super().__init__(num_items, base, temperature)
         validate_range(candidates >= 1, "candidates", "must be at least 1", candidates)
-        self.candidates, self.num_tokens = candidates, self.base.num_tokens
-        self.catalog_checksum = self.base.catalog_checksum
+        self.candidates, self.catalog_checksum = candidates, self.base.catalog_checksum
 
     @abstractmethod
     def _scorer_states(self, histories: Histories) -> Tensor:
@@ -327,15 +285,8 @@ class _Reranked(PolicyWithBase):
     def _scores(self, scorer_states: Tensor, item_ids: Tensor) -> Tensor:
         """Scores of items ``[N, C]``, up to a constant per history."""
 
-    def tokens(self, item_ids: Tensor) -> Tensor:
-        """See ``Policy.tokens``."""
-        return self.base.tokens(item_ids)
-
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
-        """See ``Policy.log_prob``. This is an estimate, normalized over the candidates and the item itself.
-
-        If T > 1, the last token contains the complete tilt.
-        """
+        """See ``Policy.log_prob``. This is an estimate, normalized over the candidates and the item itself."""
         plan, width = scoring_plan(batch, needed), batch.histories.item_ids.shape[1] + 1
         items, state, rows = planned_items(plan, batch.slates), plan.states, plan.rows
         found = [self._ranked(part) for part in prefixes(batch.histories, rows // width, rows % width)]
@@ -344,7 +295,7 @@ class _Reranked(PolicyWithBase):
             self._log_prob_of(some, of_state, ranked, batch.histories, rows[of_state])
             for some, of_state in zip(items.split(HISTORIES_AT_ONCE), state.split(HISTORIES_AT_ONCE), strict=True)
         ]
-        return spread(plan, torch.cat(parts))
+        return spread(plan, torch.cat(parts))[..., None]
 
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. Scores are log-probabilities among the candidates that are not excluded."""
@@ -365,7 +316,7 @@ class _Reranked(PolicyWithBase):
         ranked = self._ranked(histories)
         places, logp = sampling.draw_from_scores(ranked.logits / options.temperature, group_size, options)
         ids = F.pad(ranked.item_ids, (1, 0)).gather(1, places)
-        return ids, F.pad(logp[..., None], (self.num_tokens - 1, 0))
+        return ids, logp[..., None]
 
     @torch.no_grad()
     def kl_from_base(self, histories: Histories) -> Tensor:
@@ -392,16 +343,15 @@ class _Reranked(PolicyWithBase):
     def _log_prob_of(
         self, items: Tensor, state: Tensor, ranked: _RankedCandidates, histories: Histories, rows: Tensor
     ) -> Tensor:
-        """Log-probabilities ``[N, T]`` of items ``[N]``, each after its own prefix."""
+        """Log-probabilities ``[N]`` of items ``[N]``, each after its own prefix."""
         width = histories.item_ids.shape[1] + 1
         (prefix,) = prefixes(histories, rows // width, rows % width)
         recent, one = prefix.recent(self.base.max_history), items[:, None]
         slates = Slates(one, recent.lengths[:, None], torch.ones_like(one, dtype=torch.bool))
-        tokens = self.base.log_prob(FeedbackBatch(recent, slates, torch.arange(len(items), device=items.device)))[:, 0]
-        tilt = self._scores(ranked.scorer_states[state], one)[:, 0] / self.temperature
-        own, lse = tokens.sum(1) + tilt, ranked.lse[state]
-        lse = torch.where((ranked.item_ids[state] == one).any(1), lse, torch.logaddexp(lse, own))
-        return torch.cat([tokens[:, :-1], (tokens[:, -1] + tilt - lse)[:, None]], 1)
+        base = self.base.log_prob(FeedbackBatch(recent, slates, torch.arange(len(items), device=items.device)))
+        own = base[:, 0].sum(1) + self._scores(ranked.scorer_states[state], one)[:, 0] / self.temperature
+        lse = ranked.lse[state]
+        return own - torch.where((ranked.item_ids[state] == one).any(1), lse, torch.logaddexp(lse, own))
 
 
 class RerankedPolicy(_Reranked):

@@ -1,4 +1,4 @@
-"""The saved truth of a simulation: the exact value of any policy and of the requests of a day, by external ids."""
+"""The saved truth of a simulation: the exact value of lists and of the requests of a day, by external ids."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -22,7 +22,6 @@ FORMAT_VERSION = 2
 _REMEDY = "name what `recpo simulate` wrote, or simulate again"
 _CELLS_PER_CHUNK = 1 << 20  # size of a users x items matrix: 8 MiB each, for any size of the catalog
 _DAYS_IN_MEMORY = 64  # number of cached logging policies; enough for a log of two months
-_SUM_TOLERANCE = 1e-3  # tolerance that a float32 softmax over a million items satisfies
 
 
 class Truth:
@@ -30,9 +29,9 @@ class Truth:
 
     The reward of an item is ``P(satisfied) - dislike_cost P(dislike)``, in (-dislike_cost, 1), a deterministic function
     of user, item and day (see ``recpo.worlds.preferences``). ``day`` counts from the log's first day, may have a
-    fraction and may be after the log; it is one number or one per user. In a living world, an item that is not yet born
-    on that day cannot be shown: its reward is 0, and it is not disliked. Where rewards are replayed, they are those of
-    the matrix, and everything about a user with unknown rewards is nan.
+    fraction and may be after the log; for given items, there may be one per user. In a living world, an item that is
+    not yet born on that day cannot be shown: its reward is 0, and it is not disliked. Where rewards are replayed, they
+    are those of the matrix, and everything about a user with unknown rewards is nan.
 
     Args:
         preferences: users, items and all parameters.
@@ -104,9 +103,9 @@ class Truth:
         """Whether items are born and fade."""
         return self.preferences.parameters.lives
 
-    def available(self, day: ArrayLike) -> NDArray[np.bool_]:
-        """Which items ``[V]`` have been born on ``day``, a number; ``[N, V]`` for ``N`` days."""
-        return self.preferences.exists(np.arange(len(self.item_ids)), np.asarray(day)[..., None])
+    def available(self, day: float) -> NDArray[np.bool_]:
+        """Which items ``[V]`` have been born on ``day``."""
+        return self.preferences.exists(np.arange(len(self.item_ids)), day)
 
     def policy_on(self, day: float) -> LoggingPolicy:
         """The logging policy of a day; in a living world, it shows the items born by then."""
@@ -139,70 +138,34 @@ class Truth:
             raise RecpoError("item_ids has no columns: an empty list has no value", code="empty", field="item_ids")
         return rewards.mean(axis=1)
 
-    def policy_value(
-        self, user_ids: ArrayLike, probabilities: FloatArray, day: ArrayLike, item_ids: ArrayLike | None = None
-    ) -> FloatArray:
-        """Value ``[N]`` of a stochastic policy: its expectation ``sum_i pi(i | u) r(u, i, day)``.
-
-        Args:
-            user_ids: ``[N]``; pass a few users at a time if ``[N, V]`` is too large.
-            probabilities: ``[N, V]``, rows sum to 1.
-            day: one number, or ``[N]``.
-            item_ids: ``[V]`` items of the columns; None = ``self.item_ids``.
-
-        Raises:
-            RecpoError: unknown ids, a wrong shape, or rows that are not probabilities.
-        """
-        users = _rows(user_ids, self.user_ids, "user_ids")
-        columns = None if item_ids is None else _rows(item_ids, self.item_ids, "item_ids")
-        expected = (len(users), len(self.item_ids) if columns is None else len(columns))
-        probabilities = np.asarray(probabilities)
-        if probabilities.shape != expected:
-            message = f"probabilities has shape {probabilities.shape}, expected [users, items] = {expected}"
-            raise RecpoError(message, code="wrong_shape", field="probabilities")
-        value = np.empty(len(users))
-        for part, _, reward, there in self._reward_to_all(users, day):
-            chunk = probabilities[part].astype(np.float64)
-            # written so that nan fails too
-            if not ((chunk >= 0).all() and (np.abs(chunk.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()):
-                message = "probabilities: every row must be non-negative and sum to 1"
-                raise RecpoError(message, code="bad_value", field="probabilities")
-            reward = np.where(there, reward, 0.0)
-            value[part] = np.einsum("nv,nv->n", chunk, reward if columns is None else reward[:, columns])
-        return value
-
-    def logging_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+    def logging_value(self, user_ids: ArrayLike, day: float) -> FloatArray:
         """Exact value ``[N]`` of the logging policy."""
         users = _rows(user_ids, self.user_ids, "user_ids")
         value = np.empty(len(users))
-        for part, days, reward, _ in self._reward_to_all(users, day):
-            numbers = days.astype(np.int64) if self.lives else np.zeros(len(days), np.int64)
-            for number in np.unique(numbers):
-                rows = np.flatnonzero(numbers == number)
-                probability = self.policy_on(number).propensity_of_all(users[part][rows])
-                value[part.start + rows] = np.einsum("nv,nv->n", probability, reward[rows])
+        for part, reward in self._reward_to_all(users, day):
+            probability = self.policy_on(day).propensity_of_all(users[part])
+            value[part] = np.einsum("nv,nv->n", probability, reward)
         return value
 
-    def uniform_value(self, user_ids: ArrayLike, day: ArrayLike) -> FloatArray:
+    def uniform_value(self, user_ids: ArrayLike, day: float) -> FloatArray:
         """Exact value ``[N]`` of recommending items uniformly at random."""
         users = _rows(user_ids, self.user_ids, "user_ids")
-        value = np.empty(len(users))
-        for part, _, reward, there in self._reward_to_all(users, day):
+        value, there = np.empty(len(users)), self.available(day)
+        for part, reward in self._reward_to_all(users, day):
             value[part] = reward.mean(axis=1, where=there) if self.lives else reward.mean(axis=1)
         return value
 
-    def oracle_top_k(self, user_ids: ArrayLike, k: int, day: ArrayLike) -> IntArray:
+    def oracle_top_k(self, user_ids: ArrayLike, k: int, day: float) -> IntArray:
         """The ``k`` best item ids ``[N, k]`` by true reward, best first: no list of available items has a higher value.
 
         Raises:
-            RecpoError: ``k`` is larger than the number of items available on the (first) day; invalid ids or days.
+            RecpoError: ``k`` is larger than the number of items available on the day; invalid ids or day.
         """
-        users = _rows(user_ids, self.user_ids, "user_ids")
-        days = _days(day, len(users))
-        available = int(self.available(days.min(initial=np.inf)).sum())  # items are born and never leave
+        users, there = _rows(user_ids, self.user_ids, "user_ids"), self.available(day)
+        available = int(there.sum())
         validate_range(1 <= k <= available, "k", f"must be from 1 to {available}, the number of items", k)
         best = np.empty((len(users), k), dtype=np.int64)
-        for part, _, reward, there in self._reward_to_all(users, day):
+        for part, reward in self._reward_to_all(users, day):
             reward = np.where(there, reward, -np.inf)
             top = np.argpartition(-reward, k - 1, axis=1)[:, :k]
             order = np.argsort(-np.take_along_axis(reward, top, axis=1), axis=1, kind="stable")
@@ -227,16 +190,15 @@ class Truth:
         result[self._unknown[users]] = np.nan
         return result
 
-    def _reward_to_all(
-        self, users: IntArray, day: ArrayLike
-    ) -> Iterator[tuple[slice, FloatArray, FloatArray, NDArray[np.bool_]]]:
-        """The users in parts: their days ``[n]``, rewards ``[n, V]``, and which items exist on those days."""
-        days = _days(day, len(users))
+    def _reward_to_all(self, users: IntArray, day: float) -> Iterator[tuple[slice, FloatArray]]:
+        """The users in parts, with their rewards ``[n, V]`` on a day, also of items that are not born yet."""
+        _days(day, 0)
         for part in _parts(len(users), len(self.item_ids)):
-            affinity = self.preferences.affinity_to_all(users[part], days[part])
-            reward = self.preferences.reward(affinity, self.preferences.items.clickbait)
+            reward = self.preferences.reward(
+                self.preferences.affinity_to_all(users[part], day), self.preferences.items.clickbait
+            )
             reward[self._unknown[users[part]]] = np.nan
-            yield part, days[part], reward, self.available(days[part])
+            yield part, reward
 
     def _rows_of_pairs(self, user_ids: ArrayLike, item_ids: ArrayLike) -> tuple[IntArray, IntArray]:
         users, items = _rows(user_ids, self.user_ids, "user_ids"), _rows(item_ids, self.item_ids, "item_ids", 2)
@@ -264,7 +226,8 @@ def _days(day: ArrayLike, users: int) -> FloatArray:
     days = np.asarray(day, dtype=np.float64)
     if days.shape not in ((), (users,)) or not (np.isfinite(days) & (days >= 0)).all():
         least = f", the least is {days.min()}" if days.size else ""
-        message = f"day has shape {days.shape}{least}; expected one number >= 0, or one for each of the {users} users"
+        message = f"day has shape {days.shape}{least}; expected one number >= 0"
+        message += f", or one for each of the {users} users" if users else ""
         raise RecpoError(message, code="wrong_shape", field="day")
     return np.broadcast_to(days, (users,))
 

@@ -191,7 +191,7 @@ def test_the_shipped_configuration_on_a_small_catalog(prepared, tmp_path):
         (["--levels", "4"], "CodesFromFile has its codes already: leave out levels"),
         (["--vectors.codebook_size", "3"], "does not fit into a codebook of 3"),
         (["--collisions", "first_free"], "items do not fit into"),
-        (["--extends", "anything"], "not CodesFromFile"),
+        (["--extends", "anything"], "CodesFromFile has none"),
     ],
 )
 def test_what_codes_of_a_file_cannot_do(prepared, tmp_path, capsys, options, message):

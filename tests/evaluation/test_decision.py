@@ -85,7 +85,7 @@ def rewarded(name, values, reward, half_width=0.1, **others):
     estimates += [one._replace(target="top_10", value=9.0) for one in estimates]
     of_users = noisy(0, sum(name.encode()), half_width / 1.96 * math.sqrt(USERS)).double()
     sums = torch.stack([reward + of_users - of_users.mean(), torch.ones(USERS)], 1).numpy()
-    totals = {"discounted_10": TargetTotals(np.arange(USERS), np.ones(USERS, np.int64), {SNIPS(): sums}, None)}
+    totals = {"discounted_10": TargetTotals(np.arange(USERS), np.ones(USERS, np.int64), {SNIPS: sums}, None)}
     return measured(name, values, **others)._replace(
         value=OffPolicyResult(tuple(estimates), totals, OffPolicyOptions())
     )
@@ -181,7 +181,7 @@ def test_two_tests_together_are_wrong_in_at_most_one_of_ten_decisions():
         of_users = 0.6 + torch.randn(USERS, generator=draws).double()
         sums = torch.stack([of_users, torch.ones(USERS)], 1).numpy()
         same = measured("same", noisy(0.7, seed + 500))
-        totals = {"discounted_10": TargetTotals(np.arange(USERS), np.ones(USERS, np.int64), {SNIPS(): sums}, None)}
+        totals = {"discounted_10": TargetTotals(np.arange(USERS), np.ones(USERS, np.int64), {SNIPS: sums}, None)}
         value = replace(rate.value, totals=totals)
         shipped += choose([rate, same._replace(value=value)], "AUC_mixed").name == "same"
     assert 10 <= shipped <= 30  # of 200; 10 % are 20, with a standard deviation of 4

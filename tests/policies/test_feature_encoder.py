@@ -94,5 +94,3 @@ def test_the_length_of_a_vector_says_nothing_and_its_start_is_zero() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with refused("unfinished", "author"):
         FeatureEncoder((Category("author"),), 4)
-    with refused("wrong_shape", "features"):
-        encoder_of()(random_features(FEATURES[:2], 3))

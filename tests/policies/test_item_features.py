@@ -139,10 +139,8 @@ def test_an_untrained_item_has_the_vector_of_its_features() -> None:
     assert not torch.allclose(table.vectors()[1 : ITEMS - 1], encoded[1 : ITEMS - 1])
 
 
-def test_features_of_another_catalog_and_none_are_refused() -> None:
+def test_no_features_are_refused() -> None:
     table = table_of()
-    with refused("wrong_shape", "item_features"):
-        table.features.assign(random_features(FEATURES, ITEMS))
     table.features = ItemFeatures(FEATURES, ITEMS, DIM, ItemFeatureOptions())
     with refused("missing_option", "item_features"):
         table(torch.tensor([1]))

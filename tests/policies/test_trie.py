@@ -8,10 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from recpo.base.errors import Code
 from recpo.policies.semantic_search import Trie
 from tests.reference.code_tries import children, dictionary_trie
-from tests.refusals import refused
 
 
 def random_codes(items: int, sizes: tuple[int, ...], seed: int, clustered: bool = False) -> Tensor:
@@ -77,23 +75,6 @@ def test_padding_has_codes_0_and_shapes_are_kept() -> None:
     assert trie.paths(ids).shape == (2, 2, 2)
     assert trie.allowed(1, trie.paths(ids)[..., 1])[0, 1].tolist() == [False, True, True]
     assert trie.codes(torch.zeros(0, dtype=torch.long)).shape == (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("codes", "sizes", "refusal"),
-    [
-        (torch.zeros(0, 2, dtype=torch.long), (3, 3), ("wrong_shape", "codes")),
-        (torch.zeros(4, 2, dtype=torch.long), (3, 3, 3), ("wrong_shape", "codes")),
-        (torch.tensor([[0, 0], [0, 3]]), (3, 3), ("out_of_range", "codes")),
-        (torch.tensor([[0, 0], [0, -1]]), (3, 3), ("out_of_range", "codes")),
-        (torch.tensor([[0, 1], [1, 1], [0, 1]]), (3, 3), ("duplicate", "codes")),
-    ],
-)
-def test_codes_that_name_no_catalog_are_refused(
-    codes: Tensor, sizes: tuple[int, ...], refusal: tuple[Code, str]
-) -> None:
-    with refused(*refusal):
-        Trie(codes, sizes)
 
 
 @pytest.mark.slow

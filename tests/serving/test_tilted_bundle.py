@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 
-from recpo.base.types import FeedbackBatch, Histories, Slates
+from recpo.base.types import FeedbackBatch, Histories, Slates, catalog_slates
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.policies.grade_factors import GradeFactorsOptions
 from recpo.policies.tilted import RerankedPolicy, TiltedPolicy
@@ -110,7 +110,8 @@ def test_a_users_grade_is_the_same_in_factors_reward_policy_and_bundle(parts, tm
     assert policy.max_history == max(reads, MAX_HISTORY)
     read = histories.recent(policy.max_history)
     of_base = base.catalog_log_prob(_last(histories.recent(MAX_HISTORY)))[..., 0]
-    moved = temperature * (policy.catalog_log_prob(_last(read))[..., 0] - of_base)
+    everything = _last(read)._replace(slates=catalog_slates(read, NUM_ITEMS))
+    moved = temperature * (policy.log_prob(everything)[..., 0] - of_base)
     torch.testing.assert_close(moved - moved[:, :1], grades - grades[:, :1], atol=1e-5, rtol=0)
 
     below = {"class_path": "recpo.policies.catalog_softmax.CatalogSoftmaxPolicy", "init_args": options}

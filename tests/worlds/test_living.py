@@ -149,15 +149,6 @@ def test_no_list_of_available_items_is_worth_more_than_the_oracles(world):
         assert (truth.top_k_value(truth.user_ids, lists, 9.0) <= best).all()
 
 
-def test_separate_days_equal_the_days_of_each(world):
-    truth, days = world.truth, np.tile([0.5, 7.0, 13.25, 19.0], 50)
-    together = truth.logging_value(truth.user_ids, days), truth.uniform_value(truth.user_ids, days)
-    for day in np.unique(days):
-        rows = days == day
-        np.testing.assert_allclose(together[0][rows], truth.logging_value(truth.user_ids[rows], day))
-        np.testing.assert_allclose(together[1][rows], truth.uniform_value(truth.user_ids[rows], day))
-
-
 def test_drift_moves_tastes_and_the_best_items(world):
     preferences = world.truth.preferences
     moved = (preferences.taste(np.arange(200), 0.0) * preferences.taste(np.arange(200), 14.0)).sum(axis=1)

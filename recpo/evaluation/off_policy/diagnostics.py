@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from recpo.evaluation.estimates import Interval
-from recpo.evaluation.off_policy.estimators import DM, ClippedIPS, Estimator, FloatArray, NaiveAverage, PropensitySource
+from recpo.evaluation.off_policy.estimators import DM, NAIVE_AVERAGE, Estimator, FloatArray, PropensitySource
 
 _BINS_PER_OCTAVE = 32
 _SMALLEST, _OCTAVES = 2.0**-64, 128  # weights outside this range are counted in the outermost bins
@@ -173,12 +173,12 @@ class Diagnostics(NamedTuple):
 def warnings_of(estimator: Estimator, diagnostics: Diagnostics, source: PropensitySource) -> tuple[str, ...]:
     """Warnings to read before believing an estimate; empty if there are none."""
     found = []
-    if isinstance(estimator, NaiveAverage):
+    if estimator == NAIVE_AVERAGE:
         found.append("confounded: the rewards of what was shown, to those to whom it was shown; for comparison only")
-    if isinstance(estimator, DM):
+    if estimator == DM:
         found.append("this is what the reward model believes: no interval contains the model's error")
-    if isinstance(estimator, ClippedIPS) and diagnostics.tail.largest > estimator.limit:
-        found.append(f"biased, for rewards >= 0 toward 0: weights above {estimator.limit:g} are cut")
+    if diagnostics.tail.largest > estimator.clip:
+        found.append(f"biased, for rewards >= 0 toward 0: weights above {estimator.clip:g} are cut")
     if not estimator.reads_weights:
         return tuple(found)
     found += _about_weights(diagnostics)

@@ -10,18 +10,19 @@ so a log is read in chunks, and only the sums are kept; for intervals and the co
 user.
 
 For logs with a reward for each of several positions, ``SlateEstimator`` estimates the value of whole slates, ``V =
-E[sum_s position_weight_s r_s]``, the expected sum of a slate's rewards. These estimators differ in their assumption
-about what the reward of a position depends on, and so in how many weights of single positions, ``w_s = pi(a_s | x,
-a_<s) / p(a_s | x, a_<s)``, they multiply. The weaker the assumption, the larger the variance.
+E[sum_s r_s]``, the expected sum of a slate's rewards. These estimators differ in their assumption about what the reward
+of a position depends on, and so in how many weights of single positions, ``w_s = pi(a_s | x, a_<s) / p(a_s | x,
+a_<s)``, they multiply. The weaker the assumption, the larger the variance.
 
 ``AdditiveRewardModel`` is the reward model of the direct method and the doubly robust estimators: fast, and without a
 users x items matrix.
 """
 
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Self
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -80,31 +81,32 @@ class Rows(NamedTuple):
 Ratios = list[tuple[FloatArray, FloatArray | None]]
 
 
-class Estimator(ABC):
-    """A sum of ratios of sums. Implementations are frozen dataclasses.
+@dataclass(frozen=True)
+class Estimator:
+    """A sum of ratios of sums.
 
     Attributes:
         name: name in results and tables.
-        reads_weights: whether it uses importance weights, so that it is only as good as they are.
-        self_normalized: whether it divides by the sum of the weights, as if their mean were 1.
+        ratios: the ratios whose sum is the estimate, of some rows.
         num_ratios: number of ratios, J.
         num_controls: how many of them, the last ones, are control variates: their expectation is 0, and each is
             subtracted with the coefficient that minimizes the variance over users (``with_coefficients``).
+        reads_weights: whether it uses importance weights, so that it is only as good as they are.
+        self_normalized: whether it divides by the sum of the weights, as if their mean were 1.
+        clip: the largest weight, if larger ones are cut.
     """
 
-    name: ClassVar[str]
-    num_ratios: ClassVar[int] = 1
-    num_controls: ClassVar[int] = 0
-    reads_weights: ClassVar[bool] = True
-    self_normalized: ClassVar[bool] = False
-
-    @abstractmethod
-    def _ratios(self, rows: Rows) -> Ratios:
-        """The ratios whose sum is the estimate."""
+    name: str
+    ratios: Callable[[Rows], Ratios] = field(compare=False, repr=False)
+    num_ratios: int = 1
+    num_controls: int = 0
+    reads_weights: bool = True
+    self_normalized: bool = False
+    clip: float = math.inf
 
     def terms(self, rows: Rows) -> FloatArray:
         """The numerators and then the denominators of every row, ``[N, 2 J]`` float64."""
-        numerators, denominators = zip(*self._ratios(rows), strict=True)
+        numerators, denominators = zip(*self.ratios(rows), strict=True)
         ones = np.ones(len(numerators[0]))
         return np.stack([*numerators, *(ones if one is None else one for one in denominators)], 1, dtype=np.float64)
 
@@ -133,171 +135,112 @@ class Estimator(ABC):
         return np.concatenate([numerator, denominator], axis=1)
 
 
-@dataclass(frozen=True)
-class IPS(Estimator):
-    """Inverse propensity score, ``mean(w r)`` (Horvitz and Thompson, 1952).
-
-    Unbiased if the propensities are correct and no item that the target policy may choose has propensity 0. Its
-    variance grows with the largest weights, without bound.
-    """
-
-    name: ClassVar[str] = "IPS"
-
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(rows.weight * rows.reward, None)]
+def _given(rows: Rows, name: Literal["q_hat", "v_hat"]) -> FloatArray:
+    values = rows.q_hat if name == "q_hat" else rows.v_hat
+    if values is None:
+        raise RecpoError(f"this estimator needs the reward model's {name}", code="missing_value", field=name)
+    return values
 
 
-@dataclass(frozen=True)
-class ClippedIPS(Estimator):
+def _corrections(rows: Rows) -> FloatArray:
+    return rows.weight * (rows.reward - _given(rows, "q_hat"))
+
+
+IPS: Final = Estimator("IPS", lambda rows: [(rows.weight * rows.reward, None)])
+"""Inverse propensity score, ``mean(w r)`` (Horvitz and Thompson, 1952).
+
+Unbiased if the propensities are correct and no item that the target policy may choose has propensity 0. Its variance
+grows with the largest weights, without bound."""
+
+
+def clipped_ips(limit: float = 100.0) -> Estimator:
     """IPS with weights clipped at M, ``mean(min(w, M) r)`` (Ionides, 2008; Bottou et al., 2013).
 
     Bounded, so it has intervals that hold for every sample size. Biased: for rewards >= 0 its mean lies below the
     value.
 
-    Attributes:
+    Args:
         limit: M, the largest weight.
     """
-
-    name: ClassVar[str] = "clipped IPS"
-    limit: float = 100.0
-
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(np.minimum(rows.weight, self.limit) * rows.reward, None)]
+    return Estimator("clipped IPS", lambda rows: [(np.minimum(rows.weight, limit) * rows.reward, None)], clip=limit)
 
 
-@dataclass(frozen=True)
-class SNIPS(Estimator):
-    """Self-normalized IPS, ``sum(w r) / sum(w)`` (Swaminathan and Joachims, NeurIPS 2015).
+SNIPS: Final = Estimator("SNIPS", lambda rows: [(rows.weight * rows.reward, rows.weight)], self_normalized=True)
+"""Self-normalized IPS, ``sum(w r) / sum(w)`` (Swaminathan and Joachims, NeurIPS 2015).
 
-    Stays within the range of the rewards, does not change if all propensities are wrong by the same factor, and shifts
-    with the rewards if a constant is added to them. Its bias falls as 1/N.
-    """
+Stays within the range of the rewards, does not change if all propensities are wrong by the same factor, and shifts with
+the rewards if a constant is added to them. Its bias falls as 1/N."""
 
-    name: ClassVar[str] = "SNIPS"
-    self_normalized: ClassVar[bool] = True
+BASELINE_IPS: Final = Estimator(
+    "beta-IPS", lambda rows: [(rows.weight * rows.reward, None), (rows.weight - 1, None)], num_ratios=2, num_controls=1
+)
+"""IPS with the best additive baseline, ``mean(w (r - beta)) + beta`` (Jeunen and Gupta, 2026, arXiv 2602.14914).
 
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(rows.weight * rows.reward, rows.weight)]
+``w - 1`` has expectation 0. SNIPS is asymptotically this estimator with ``beta`` = the value itself, which is not the
+coefficient of least variance."""
 
+COMBINED_IPS: Final = Estimator(
+    "combined",
+    lambda rows: [
+        *BASELINE_IPS.ratios(rows),
+        (rows.weight * _given(rows, "q_hat") - _given(rows, "v_hat"), None),
+    ],
+    num_ratios=3,
+    num_controls=2,
+)
+"""The linear combination of IPS, beta-IPS and DR of least variance.
 
-@dataclass(frozen=True)
-class BaselineIPS(Estimator):
-    """IPS with the best additive baseline, ``mean(w (r - beta)) + beta`` (Jeunen and Gupta, 2026, arXiv 2602.14914).
+``mean(w r - beta (w - 1) - gamma (w q_hat - v_hat))``: IPS has ``beta = gamma = 0`` and DR ``gamma = 1``. Every
+combination of these with weights that sum to 1 has this form, so it is their best linear unbiased estimate (Jeunen,
+RecSys 2025, arXiv 2508.07914), whose coefficients need no covariances of estimators."""
 
-    ``w - 1`` has expectation 0. SNIPS is asymptotically this estimator with ``beta`` = the value itself, which is not
-    the coefficient of least variance.
-    """
+DM: Final = Estimator("DM", lambda rows: [(_given(rows, "v_hat"), None)], reads_weights=False)
+"""Direct method, ``mean(v_hat)``: the value that the reward model predicts.
 
-    name: ClassVar[str] = "beta-IPS"
-    num_ratios: ClassVar[int] = 2
-    num_controls: ClassVar[int] = 1
+Needs no propensities and has little variance; its bias is that of the model, and no interval contains it."""
 
-    def _ratios(self, rows: Rows) -> Ratios:
-        weight = rows.weight
-        return [(weight * rows.reward, None), (weight - 1, None)]
+DR: Final = Estimator("DR", lambda rows: [(_given(rows, "v_hat") + _corrections(rows), None)])
+"""Doubly robust, ``mean(v_hat + w (r - q_hat))`` (Dudik, Langford and Li, ICML 2011, arXiv 1103.4601).
 
+Unbiased if the propensities or the model are correct, also with a Monte-Carlo ``v_hat``, whose noise has mean 0 and
+only adds to the variance. A model with accurate predictions lowers the variance below that of IPS."""
 
-@dataclass(frozen=True)
-class CombinedIPS(Estimator):
-    """The linear combination of IPS, beta-IPS and DR of least variance.
-
-    ``mean(w r - beta (w - 1) - gamma (w q_hat - v_hat))``: IPS has ``beta = gamma = 0`` and DR ``gamma = 1``. Every
-    combination of these with weights that sum to 1 has this form, so it is their best linear unbiased estimate (Jeunen,
-    RecSys 2025, arXiv 2508.07914), whose coefficients need no covariances of estimators.
-    """
-
-    name: ClassVar[str] = "combined"
-    num_ratios: ClassVar[int] = 3
-    num_controls: ClassVar[int] = 2
-
-    def _ratios(self, rows: Rows) -> Ratios:
-        weight, q_hat, v_hat = rows.weight, _given(rows, "q_hat"), _given(rows, "v_hat")
-        return [(weight * rows.reward, None), (weight - 1, None), (weight * q_hat - v_hat, None)]
-
-
-@dataclass(frozen=True)
-class DM(Estimator):
-    """Direct method, ``mean(v_hat)``: the value that the reward model predicts.
-
-    Needs no propensities and has little variance; its bias is that of the model, and no interval contains it.
-    """
-
-    name: ClassVar[str] = "DM"
-    reads_weights: ClassVar[bool] = False
-
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(_given(rows, "v_hat"), None)]
+SNDR: Final = Estimator(
+    "SNDR",
+    lambda rows: [(_given(rows, "v_hat"), None), (_corrections(rows), rows.weight)],
+    num_ratios=2,
+    self_normalized=True,
+)
+"""Self-normalized doubly robust, ``mean(v_hat) + sum(w (r - q_hat)) / sum(w)`` (Thomas and Brunskill, 2016)."""
 
 
-@dataclass(frozen=True)
-class DR(Estimator):
-    """Doubly robust, ``mean(v_hat + w (r - q_hat))`` (Dudik, Langford and Li, ICML 2011, arXiv 1103.4601).
-
-    Unbiased if the propensities or the model are correct, also with a Monte-Carlo ``v_hat``, whose noise has mean 0 and
-    only adds to the variance. A model with accurate predictions lowers the variance below that of IPS.
-    """
-
-    name: ClassVar[str] = "DR"
-
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(_given(rows, "v_hat") + _corrections(rows), None)]
-
-
-@dataclass(frozen=True)
-class SNDR(Estimator):
-    """Self-normalized doubly robust, ``mean(v_hat) + sum(w (r - q_hat)) / sum(w)`` (Thomas and Brunskill, 2016)."""
-
-    name: ClassVar[str] = "SNDR"
-    self_normalized: ClassVar[bool] = True
-    num_ratios: ClassVar[int] = 2
-
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(_given(rows, "v_hat"), None), (_corrections(rows), rows.weight)]
-
-
-@dataclass(frozen=True)
-class SwitchDR(Estimator):
+def switch_dr(threshold: float = 100.0) -> Estimator:
     """Doubly robust up to a weight of tau, direct method beyond, ``mean(v_hat + w [w <= tau] (r - q_hat))``.
 
     Wang, Agarwal and Dudik, ICML 2017, arXiv 1612.01205. Between DM (tau = 0) and DR (tau = infinity): the model is
     used for items that the log rarely shows.
 
-    Attributes:
+    Args:
         threshold: tau.
     """
 
-    name: ClassVar[str] = "Switch-DR"
-    threshold: float = 100.0
+    def ratios(rows: Rows) -> Ratios:
+        return [(_given(rows, "v_hat") + np.where(rows.weight <= threshold, _corrections(rows), 0.0), None)]
 
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(_given(rows, "v_hat") + np.where(rows.weight <= self.threshold, _corrections(rows), 0.0), None)]
-
-
-@dataclass(frozen=True)
-class LoggedMean(Estimator):
-    """``mean(r)``: the value of the logging policy, on-policy and unbiased."""
-
-    name: ClassVar[str] = "mean"
-    reads_weights: ClassVar[bool] = False
-
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(rows.reward, None)]
+    return Estimator("Switch-DR", ratios)
 
 
-@dataclass(frozen=True)
-class NaiveAverage(Estimator):
-    """``sum(pi r) / sum(pi)``: the mean logged reward of items that the target policy would show. For comparison only.
+LOGGED_MEAN: Final = Estimator("mean", lambda rows: [(rows.reward, None)], reads_weights=False)
+"""``mean(r)``: the value of the logging policy, on-policy and unbiased."""
 
-    For a list, it is the mean reward of the rows whose item is in the list. It ignores why an item was shown, and so
-    attributes the merit of the logging policy to the target policy: an item that was shown to users who like it looks
-    good for everybody. It is confounded, and no amount of data fixes that.
-    """
+NAIVE_AVERAGE: Final = Estimator(
+    "naive average", lambda rows: [(rows.target * rows.reward, rows.target)], reads_weights=False
+)
+"""``sum(pi r) / sum(pi)``: the mean logged reward of items that the target policy would show. For comparison only.
 
-    name: ClassVar[str] = "naive average"
-    reads_weights: ClassVar[bool] = False
-
-    def _ratios(self, rows: Rows) -> Ratios:
-        return [(rows.target * rows.reward, rows.target)]
+For a list, it is the mean reward of the rows whose item is in the list. It ignores why an item was shown, and so
+attributes the merit of the logging policy to the target policy: an item that was shown to users who like it looks good
+for everybody. It is confounded, and no amount of data fixes that."""
 
 
 def sum_of_ratios(totals: FloatArray) -> FloatArray:
@@ -316,17 +259,6 @@ def influences_of(sums: FloatArray) -> FloatArray:
         return np.asarray((numerator - numerator.sum(0) / total * denominator) / total)
 
 
-def _given(rows: Rows, name: Literal["q_hat", "v_hat"]) -> FloatArray:
-    values = rows.q_hat if name == "q_hat" else rows.v_hat
-    if values is None:
-        raise RecpoError(f"this estimator needs the reward model's {name}", code="missing_value", field=name)
-    return values
-
-
-def _corrections(rows: Rows) -> FloatArray:
-    return rows.weight * (rows.reward - _given(rows, "q_hat"))
-
-
 class SlateRows(NamedTuple):
     """Logged slates.
 
@@ -342,36 +274,23 @@ class SlateRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SlateEstimator(ABC):
+class SlateEstimator:
     """A sum over positions of weighted rewards. A position that a slate lacks has reward 0.
 
     Attributes:
+        slate_weights: the factor of each reward, ``[N, S]``, from the weights of single positions (1 if there is no
+            position).
         self_normalized: divide the sum of each position by its sum of weights instead of by the number of slates: lower
             variance, with a bias that falls as 1/N.
-        position_weight: weight of a reward at position 1, 2, ..., such as the discounts of DCG; empty = 1 each.
     """
 
-    name: ClassVar[str]
+    slate_weights: Callable[[FloatArray], FloatArray]
     self_normalized: bool = False
-    position_weight: tuple[float, ...] | None = None
-
-    @abstractmethod
-    def slate_weights(self, weight: FloatArray) -> FloatArray:
-        """The factor of each reward, ``[N, S]``, from the weights of single positions (1 if there is no position)."""
 
     def terms(self, rows: SlateRows) -> FloatArray:
-        """The numerators and then the denominators of every slate, ``[N, 2 S]``: one ratio per position.
-
-        Raises:
-            RecpoError: more positions than position weights.
-        """
-        positions = rows.mask.shape[1]
-        counts = np.ones(positions) if self.position_weight is None else np.array(self.position_weight[:positions])
-        if len(counts) < positions:
-            message = f"{len(counts)} position weights for slates of {positions}"
-            raise RecpoError(message, code="wrong_shape", field="position_weight")
+        """The numerators and then the denominators of every slate, ``[N, 2 S]``: one ratio per position."""
         weight = self.slate_weights(np.where(rows.mask, rows.weight, 1.0))
-        gained = weight * np.where(rows.mask, rows.reward, 0.0) * counts
+        gained = weight * np.where(rows.mask, rows.reward, 0.0)
         return np.concatenate([gained, weight if self.self_normalized else np.ones_like(gained)], axis=1)
 
     def __call__(self, rows: SlateRows) -> float:
@@ -379,48 +298,24 @@ class SlateEstimator(ABC):
         return float(sum_of_ratios(self.terms(rows).sum(0)))
 
 
-@dataclass(frozen=True)
-class StandardIPS(SlateEstimator):
-    """``mean((prod_s w_s) sum_s r_s)``: a reward may depend on the whole slate (Precup et al., 2000).
+StandardIPS: Final = partial(
+    SlateEstimator, lambda weight: np.broadcast_to(weight.prod(axis=1, keepdims=True), weight.shape)
+)
+"""``mean((prod_s w_s) sum_s r_s)``: a reward may depend on the whole slate (Precup et al., 2000).
 
-    Unbiased for any user behavior, but only useful for very short slates, because the weights multiply.
-    """
+Unbiased for any user behavior, but only useful for very short slates, because the weights multiply."""
 
-    name: ClassVar[str] = "standard IPS"
+IndependentIPS: Final = partial(SlateEstimator, lambda weight: weight)
+"""``mean(sum_s w_s r_s)``: a reward depends only on its own item and position.
 
-    def slate_weights(self, weight: FloatArray) -> FloatArray:
-        """See ``SlateEstimator``."""
-        return np.broadcast_to(weight.prod(axis=1, keepdims=True), weight.shape)
+The item-position model of Li, Abbasi-Yadkori, Kveton, Muthukrishnan, Vinay and Wen (KDD 2018, arXiv 1804.10488). Its
+weights are those of single items, ``pi(a_s | x) / p(a_s | x)``."""
 
+RewardInteractionIPS: Final = partial(SlateEstimator, lambda weight: np.cumprod(weight, axis=1))
+"""``mean(sum_s (prod_{t <= s} w_t) r_s)``: a reward depends on its own item and on the items above it.
 
-@dataclass(frozen=True)
-class IndependentIPS(SlateEstimator):
-    """``mean(sum_s w_s r_s)``: a reward depends only on its own item and position.
-
-    The item-position model of Li, Abbasi-Yadkori, Kveton, Muthukrishnan, Vinay and Wen (KDD 2018, arXiv 1804.10488).
-    Its weights are those of single items, ``pi(a_s | x) / p(a_s | x)``.
-    """
-
-    name: ClassVar[str] = "independent IPS"
-
-    def slate_weights(self, weight: FloatArray) -> FloatArray:
-        """See ``SlateEstimator``."""
-        return weight
-
-
-@dataclass(frozen=True)
-class RewardInteractionIPS(SlateEstimator):
-    """``mean(sum_s (prod_{t <= s} w_t) r_s)``: a reward depends on its own item and on the items above it.
-
-    McInerney, Brost, Chandar, Mehrotra and Carterette (KDD 2020, arXiv 2007.12986): users read a slate from the top,
-    and earlier positions influence their behavior at later ones.
-    """
-
-    name: ClassVar[str] = "reward-interaction IPS"
-
-    def slate_weights(self, weight: FloatArray) -> FloatArray:
-        """See ``SlateEstimator``."""
-        return np.cumprod(weight, axis=1)
+McInerney, Brost, Chandar, Mehrotra and Carterette (KDD 2020, arXiv 2007.12986): users read a slate from the top, and
+earlier positions influence their behavior at later ones."""
 
 
 class RewardedExposures(NamedTuple):
@@ -576,5 +471,5 @@ class OffPolicyOptions:
 
     def estimators(self, with_model: bool) -> list[Estimator]:
         """All estimators, or those that need no reward model."""
-        found: list[Estimator] = [NaiveAverage(), IPS(), ClippedIPS(self.clip), SNIPS(), BaselineIPS()]
-        return found + ([DM(), DR(), SNDR(), SwitchDR(self.switch_threshold), CombinedIPS()] if with_model else [])
+        found = [NAIVE_AVERAGE, IPS, clipped_ips(self.clip), SNIPS, BASELINE_IPS]
+        return found + ([DM, DR, SNDR, switch_dr(self.switch_threshold), COMBINED_IPS] if with_model else [])

@@ -19,8 +19,8 @@ from recpo.evaluation.candidates import HeldOut
 from recpo.evaluation.measures import Measure, Observed
 from recpo.evaluation.off_policy import results
 from recpo.evaluation.off_policy.estimators import (
+    LOGGED_MEAN,
     AdditiveRewardModel,
-    LoggedMean,
     OffPolicyOptions,
     RewardedExposures,
     Rows,
@@ -53,7 +53,7 @@ class OffPolicyMeasure(Measure):
         """``sample`` draws from the policy; None = the estimators that need a reward model only for lists."""
         self._setting, self._options, self._model, self._sample = setting, setting.options, setting.model, sample
         self._targets: dict[str, results.TargetSums] = {
-            results.LOGGING_POLICY: results.TargetSums([LoggedMean()], setting.num_items)
+            results.LOGGING_POLICY: results.TargetSums([LOGGED_MEAN], setting.num_items)
         }
         self._without_reward = self._without_propensity = self._batches = 0
 

@@ -29,7 +29,6 @@ from recpo.evaluation.off_policy.diagnostics import (
 )
 from recpo.evaluation.off_policy.estimators import (
     SNIPS,
-    ClippedIPS,
     Estimator,
     FloatArray,
     OffPolicyOptions,
@@ -512,20 +511,20 @@ def _intervals(found: TargetTotals, options: OffPolicyOptions) -> dict[Estimator
             "bootstrap": percentile_interval(values, options.level),
             "empirical_bernstein": NOWHERE,
         }
-        if isinstance(estimator, ClippedIPS) and options.reward_range is not None:
+        if estimator.clip < math.inf and options.reward_range is not None:
             bounded = _empirical_bernstein(estimator, sums, found, options)
             intervals[estimator]["empirical_bernstein"] = bounded
     return intervals
 
 
 def _empirical_bernstein(
-    estimator: ClippedIPS, sums: FloatArray, found: TargetTotals, options: OffPolicyOptions
+    estimator: Estimator, sums: FloatArray, found: TargetTotals, options: OffPolicyOptions
 ) -> Interval:
     """Units are users: a mean over exposures is a mean of users' sums, whose range grows with the most active user."""
     assert options.reward_range is not None
     rows_per_user = found.rows.mean() if options.average == "exposure" else 1.0
     most = found.rows.max() / rows_per_user if options.average == "exposure" else 1.0
-    low, high = (estimator.limit * float(most) * bound for bound in options.reward_range)
+    low, high = (estimator.clip * float(most) * bound for bound in options.reward_range)
     return empirical_bernstein_interval(sums[:, 0] / rows_per_user, min(low, 0.0), max(high, 0.0), options.level)
 
 

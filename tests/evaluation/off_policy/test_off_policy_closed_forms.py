@@ -17,22 +17,22 @@ from recpo.evaluation.estimates import as_json, percentile_interval
 from recpo.evaluation.off_policy import results as ratio_intervals
 from recpo.evaluation.off_policy.diagnostics import WeightDistribution, effective_sample_size
 from recpo.evaluation.off_policy.estimators import (
+    BASELINE_IPS,
+    COMBINED_IPS,
     DM,
     DR,
     IPS,
+    LOGGED_MEAN,
+    NAIVE_AVERAGE,
     SNDR,
     SNIPS,
     AdditiveRewardModel,
-    BaselineIPS,
-    ClippedIPS,
-    CombinedIPS,
     IndependentIPS,
-    LoggedMean,
-    NaiveAverage,
     OffPolicyOptions,
     RewardedExposures,
     Rows,
-    SwitchDR,
+    clipped_ips,
+    switch_dr,
 )
 from recpo.evaluation.off_policy.measure import ExposureModel, OffPolicySetting, discounted
 from recpo.evaluation.off_policy.results import (
@@ -50,23 +50,23 @@ from tests.refusals import refused
 # ---------------------------------------------------------------- estimators
 def test_a_switch_reads_the_log_up_to_its_threshold():
     rows = Rows(np.ones(2), np.array([0.5, 0.9]), np.array([0.25, 0.3]), np.full(2, 0.5), np.full(2, 0.25))
-    assert SwitchDR(2.0)(rows) == pytest.approx(0.25 + 2 * 0.5 / 2)  # weights 2 and 3
-    assert SwitchDR(1.9)(rows) == pytest.approx(0.25)
-    assert SwitchDR(3.1)(rows) == pytest.approx(DR()(rows)) == pytest.approx(0.25 + 5 * 0.5 / 2)
+    assert switch_dr(2.0)(rows) == pytest.approx(0.25 + 2 * 0.5 / 2)  # weights 2 and 3
+    assert switch_dr(1.9)(rows) == pytest.approx(0.25)
+    assert switch_dr(3.1)(rows) == pytest.approx(DR(rows)) == pytest.approx(0.25 + 5 * 0.5 / 2)
 
 
 def test_what_the_estimators_read():
     def traits(estimator):
         return estimator.num_ratios, estimator.reads_weights, estimator.self_normalized
 
-    assert traits(IPS()) == traits(DR()) == traits(SwitchDR()) == (1, True, False)
-    assert traits(SNIPS()) == (1, True, True)
-    assert traits(DM()) == traits(LoggedMean()) == traits(NaiveAverage()) == (1, False, False)
-    assert traits(SNDR()) == (2, True, True)
-    assert traits(BaselineIPS()) == (2, True, False)
-    assert traits(CombinedIPS()) == (3, True, False)
-    assert IndependentIPS() == IndependentIPS(self_normalized=False, position_weight=None)
-    assert (ClippedIPS(), SwitchDR()) == (ClippedIPS(100.0), SwitchDR(100.0))
+    assert traits(IPS) == traits(DR) == traits(switch_dr()) == (1, True, False)
+    assert traits(SNIPS) == (1, True, True)
+    assert traits(DM) == traits(LOGGED_MEAN) == traits(NAIVE_AVERAGE) == (1, False, False)
+    assert traits(SNDR) == (2, True, True)
+    assert traits(BASELINE_IPS) == (2, True, False)
+    assert traits(COMBINED_IPS) == (3, True, False)
+    assert IndependentIPS() == IndependentIPS(self_normalized=False)
+    assert (clipped_ips(), switch_dr()) == (clipped_ips(100.0), switch_dr(100.0))
 
 
 def random_rows(rng, reward, number=400):
@@ -79,21 +79,21 @@ def test_the_coefficients_of_control_variates_are_those_of_a_regression():
     rows = random_rows(rng, rng.random(400))
     weighted, weight = rows.weight * rows.reward, rows.weight
     beta = np.cov(weighted, weight)[0, 1] / weight.var(ddof=1)
-    assert BaselineIPS()(rows) == pytest.approx((weighted - beta * (weight - 1)).mean())
+    assert BASELINE_IPS(rows) == pytest.approx((weighted - beta * (weight - 1)).mean())
     controls = np.stack([weight - 1, weight * rows.q_hat - rows.v_hat], 1)
     slopes = np.linalg.lstsq(controls - controls.mean(0), weighted - weighted.mean(), rcond=None)[0]
-    assert CombinedIPS()(rows) == pytest.approx((weighted - controls @ slopes).mean())
+    assert COMBINED_IPS(rows) == pytest.approx((weighted - controls @ slopes).mean())
 
 
 def test_control_variates_explain_what_they_can():
     rng = np.random.default_rng(1)
     constant = random_rows(rng, np.full(400, 0.7))
-    assert BaselineIPS()(constant) == pytest.approx(0.7)
+    assert BASELINE_IPS(constant) == pytest.approx(0.7)
     exact = random_rows(rng, rng.random(400))
     exact = exact._replace(reward=exact.q_hat, v_hat=np.full(400, 0.6))
-    assert CombinedIPS()(exact) == pytest.approx(0.6)
+    assert COMBINED_IPS(exact) == pytest.approx(0.6)
     few = Rows(*(column[:9] for column in constant))
-    assert BaselineIPS()(few) == pytest.approx(IPS()(few))  # too few users to estimate a coefficient
+    assert BASELINE_IPS(few) == pytest.approx(IPS(few))  # too few users to estimate a coefficient
 
 
 def test_a_difference_with_control_variates_is_estimated_directly():
@@ -346,15 +346,15 @@ def test_a_reward_model_of_one_user_whose_rewards_are_0():
 # ---------------------------------------------------------------- sums over users
 def test_the_sums_of_a_target():
     """The user 5 has the weights 2 and 1, the user 9 has 1/2; of the four items that are chosen two are never shown."""
-    sums = TargetSums([IPS(), SNIPS()], num_items=3)
+    sums = TargetSums([IPS, SNIPS], num_items=3)
     reward, target = np.array([1.0, 0.5, 1.0]), np.array([1.0, 0.5, 0.25])
     sums.update(np.array([5, 5, 9]), np.array([1, 1, 3]), Rows(reward, target, np.full(3, 0.5)))
     sums.add_choices(np.array([0, 1, 2]))
     sums.add_choices(np.array([2, 3]))
     found = sums.compute(by_user=False, rows_without_reward=4, rows_without_propensity=7)
     assert (found.users.tolist(), found.rows.tolist()) == ([5, 9], [2, 1])
-    assert found.by_estimator[IPS()].tolist() == [[2.5, 2.0], [0.5, 1.0]]
-    assert found.by_estimator[SNIPS()].tolist() == [[2.5, 3.0], [0.5, 0.5]]
+    assert found.by_estimator[IPS].tolist() == [[2.5, 2.0], [0.5, 1.0]]
+    assert found.by_estimator[SNIPS].tolist() == [[2.5, 3.0], [0.5, 0.5]]
     said = found.diagnostics
     assert (said.rows, said.users, said.rows_without_reward, said.rows_without_propensity) == (3, 2, 4, 7)
     assert said.effective_rows == pytest.approx(3.5**2 / (4 + 1 + 0.25))
@@ -365,7 +365,7 @@ def test_the_sums_of_a_target():
     assert said.mean_weight_interval == pytest.approx((3.5 / 3 - half, 3.5 / 3 + half))
     assert (said.tail.largest, said.unsupported_share, said.no_item_share) == (2.0, 2 / 4, 1 / 5)
     alike = sums.compute(by_user=True, rows_without_reward=0, rows_without_propensity=0)
-    assert alike.by_estimator[IPS()].tolist() == [[1.25, 1.0], [0.5, 1.0]]
+    assert alike.by_estimator[IPS].tolist() == [[1.25, 1.0], [0.5, 1.0]]
     assert alike.diagnostics.effective_rows == pytest.approx(2**2 / (5 / 2 / 2 + 0.25))
     assert alike.diagnostics.effective_users == pytest.approx(2**2 / (1.5**2 + 0.25))
     assert alike.diagnostics.mean_weight == pytest.approx(1.0)

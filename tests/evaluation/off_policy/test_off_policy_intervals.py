@@ -6,14 +6,14 @@ from hypothesis import given, strategies as st
 
 from recpo.evaluation.estimates import percentile_interval
 from recpo.evaluation.off_policy.estimators import (
+    BASELINE_IPS,
+    COMBINED_IPS,
     DR,
     IPS,
     SNDR,
     SNIPS,
-    BaselineIPS,
-    ClippedIPS,
-    CombinedIPS,
     Rows,
+    clipped_ips,
     sum_of_ratios,
 )
 from recpo.evaluation.off_policy.results import (
@@ -27,7 +27,7 @@ from tests.reference.bandit import Bandit
 from tests.refusals import refused
 
 DATA_SETS, USERS = 500, 200
-ESTIMATORS = [IPS(), ClippedIPS(1.5), SNIPS(), DR(), SNDR(), BaselineIPS(), CombinedIPS()]
+ESTIMATORS = [IPS, clipped_ips(1.5), SNIPS, DR, SNDR, BASELINE_IPS, COMBINED_IPS]
 WITH_INTERVALS = ["IPS", "SNIPS", "DR", "SNDR", "beta-IPS", "combined"]
 SAMPLING_ERROR = 3.3 * np.sqrt(0.95 * 0.05 / DATA_SETS)  # of a share over 500 data sets, at one in a thousand
 

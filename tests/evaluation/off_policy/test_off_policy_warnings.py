@@ -9,17 +9,17 @@ import pytest
 from recpo.evaluation.estimates import Interval
 from recpo.evaluation.off_policy.diagnostics import Diagnostics, WeightTail, warnings_of
 from recpo.evaluation.off_policy.estimators import (
+    BASELINE_IPS,
+    COMBINED_IPS,
     DM,
     DR,
     IPS,
+    NAIVE_AVERAGE,
     SNDR,
     SNIPS,
-    BaselineIPS,
-    ClippedIPS,
-    CombinedIPS,
-    NaiveAverage,
     OffPolicyOptions,
-    SwitchDR,
+    clipped_ips,
+    switch_dr,
 )
 from tests.refusals import refused
 
@@ -28,7 +28,7 @@ CALM = Diagnostics(1000, 100, 0, 0, 500.0, 80.0, 1.0, Interval(0.99, 1.01), CALM
 
 
 def said(changes, estimator=None, source="logged"):
-    return warnings_of(estimator or IPS(), CALM._replace(**changes), source)
+    return warnings_of(estimator or IPS, CALM._replace(**changes), source)
 
 
 def tail(**changes):
@@ -87,17 +87,17 @@ def test_nothing_is_warned_of_in_a_calm_log():
 
 
 def test_warnings_of_an_estimator():
-    assert said(tail(largest=3.0), ClippedIPS(3.0)) == ()
-    assert said(tail(largest=3.1), ClippedIPS(3.0)) == ("biased, for rewards >= 0 toward 0: weights above 3 are cut",)
+    assert said(tail(largest=3.0), clipped_ips(3.0)) == ()
+    assert said(tail(largest=3.1), clipped_ips(3.0)) == ("biased, for rewards >= 0 toward 0: weights above 3 are cut",)
     no_item = {"no_item_share": 0.5, "mean_weight": 0.5, "mean_weight_interval": Interval(0.49, 0.51)}
     assert said(no_item) == ()
-    (warning,) = said({**no_item, "no_item_share": 0.01}, SNIPS())
+    (warning,) = said({**no_item, "no_item_share": 0.01}, SNIPS)
     assert warning.startswith("the mean weight")
-    assert [text.split(":")[0] for text in said(no_item, SNIPS())] == ["biased"]
+    assert [text.split(":")[0] for text in said(no_item, SNIPS)] == ["biased"]
     assert said({}, source="estimated")[0].startswith("propensities are estimated")
     poor = {"effective_rows": 1.0}
-    assert [text.split(":")[0] for text in said(poor, DM(), "estimated")] == ["this is what the reward model believes"]
-    assert [text.split(":")[0] for text in said(poor, NaiveAverage())] == ["confounded"]
+    assert [text.split(":")[0] for text in said(poor, DM, "estimated")] == ["this is what the reward model believes"]
+    assert [text.split(":")[0] for text in said(poor, NAIVE_AVERAGE)] == ["confounded"]
 
 
 def test_defaults_and_bounds_of_the_options():
@@ -119,7 +119,7 @@ def test_defaults_and_bounds_of_the_options():
         with refused("empty" if value == () else "out_of_range", f"off_policy.{name}"):
             OffPolicyOptions(**{name: value})
     without = OffPolicyOptions(clip=7.0).estimators(with_model=False)
-    assert without == [NaiveAverage(), IPS(), ClippedIPS(7.0), SNIPS(), BaselineIPS()]
+    assert without == [NAIVE_AVERAGE, IPS, clipped_ips(7.0), SNIPS, BASELINE_IPS]
     with_model = OffPolicyOptions(switch_threshold=9.0).estimators(with_model=True)
-    assert with_model[5:] == [DM(), DR(), SNDR(), SwitchDR(9.0), CombinedIPS()]
-    assert (ClippedIPS(), SwitchDR()) == (ClippedIPS(100.0), SwitchDR(100.0))
+    assert with_model[5:] == [DM, DR, SNDR, switch_dr(9.0), COMBINED_IPS]
+    assert (clipped_ips(), switch_dr()) == (clipped_ips(100.0), switch_dr(100.0))
