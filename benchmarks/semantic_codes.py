@@ -27,9 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recpo.items.code_report import collision_statistics, reconstruction_errors
 from recpo.items.residual_kmeans import Codebooks, ResidualKMeans, subtract
-from recpo.items.unique_codes import nearest_free
+from recpo.items.tokenization import collision_statistics, nearest_free, reconstruction_errors
 
 LEVELS, CODES, DIM, CLUSTERS = 3, 256, 64, 10_000
 CONTENDERS = {"recpo": "torch", "recpo, unbalanced": "torch", "sklearn": "scikit-learn", "faiss": "faiss-cpu"}

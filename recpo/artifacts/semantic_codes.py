@@ -80,7 +80,7 @@ class Codes(Artifact):
 
     @property
     def report(self) -> dict[str, Any]:
-        """Use of the codebooks, error of the vectors, collisions (``recpo.items.code_report``)."""
+        """Use of the codebooks, error of the vectors, collisions (``recpo.items.tokenization``)."""
         return dict(self.manifest["report"])
 
     def to_pandas(self) -> pd.DataFrame:

@@ -194,7 +194,7 @@ def _by_period(title: str, columns: Sequence[str], counts: Mapping[str, Sequence
 
 def show_tokenize(verb: tokenize.Tokenize, codes: recpo.Codes) -> VerbResult:
     """Prints the report; a policy over these codes is pre-trained next."""
-    from recpo.items.code_report import MANY_MOVED
+    from recpo.items.tokenization import MANY_MOVED
 
     report, rows = codes.report, []
     for number, level in enumerate(report["levels"]):

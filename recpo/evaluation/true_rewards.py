@@ -13,7 +13,6 @@ from torch import Tensor
 from recpo.base.contracts import RewardFunction, RewardScope
 from recpo.base.errors import RecpoError
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Recommendations, Slates
-from recpo.evaluation.baselines import by_place
 from recpo.evaluation.candidates import HeldOut, has_positions
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.log.prepared import Prepared
@@ -150,3 +149,9 @@ class TrueReward(RewardFunction):
         shown = known.item_ids[np.maximum(items.cpu().numpy() - 1, 0)]
         rewards = torch.from_numpy(known.truth.expected_reward(users, shown, known.day)).float().to(items.device)
         return rewards.masked_fill(~candidates.mask | (items == 0), torch.nan)
+
+
+def by_place(items: Tensor) -> Recommendations:
+    """Lists ``[B, k]``, padded with 0, whose scores are minus the places."""
+    places = torch.arange(1, items.shape[1] + 1, device=items.device).float()
+    return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))

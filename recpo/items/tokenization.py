@@ -1,6 +1,8 @@
 """Codes for all items of a catalog: made from vectors, made by earlier codebooks, or read; then made unique."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,10 +13,8 @@ from torch import Tensor
 
 from recpo.artifacts.semantic_codes import CODES, MANIFEST, Codes
 from recpo.base.errors import RecpoError
-from recpo.items.code_report import collision_statistics, level_statistics, reconstruction_errors
-from recpo.items.residual_kmeans import Codebooks, ResidualKMeans
+from recpo.items.residual_kmeans import Codebooks, ResidualKMeans, rank_within, settle, squared_distances, subtract
 from recpo.items.sources import CodesFromFile, EarlierCodes, VectorSource
-from recpo.items.unique_codes import extra_code, first_free, nearest_free
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 
@@ -203,3 +203,203 @@ def report_of(result: Tokenization) -> dict[str, Any]:
     report["error"] = errors[-1]
     report["error_before_moves"] = reconstruction_errors(points, result.codebooks, result.assigned[chosen])[-1]
     return report
+
+
+def nearest_free(points: Tensor, codebooks: Codebooks, codes: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Moves items that collide to the nearest free tuple, level by level.
+
+    A prefix may have more items than there are tuples below it. It then keeps its nearest items. The others move to
+    the nearest prefix with free places on the same level, and their later codes follow from their new residuals. At the
+    last level a code has one place: the item nearest to the centroid keeps its tuple, and the others take the nearest
+    free last code. No other item moves.
+
+    Args:
+        points: ``[V, d]`` normalized vectors (``Codebooks.normalize``).
+        codebooks: the codebooks of the codes.
+        codes: ``[V, T]``.
+        kept: ``[V]`` bool, items that must not move; their tuples are unique.
+
+    Returns:
+        Codes ``[V, T]``, all different.
+
+    Raises:
+        RecpoError: there are more items than tuples.
+    """
+    codes, residual, prefix = codes.clone(), points.clone(), torch.zeros_like(codes[:, 0])
+    capacities = _capacities(codebooks.codebook_sizes, len(codes))
+    for level, (centroids, capacity) in enumerate(zip(codebooks.centroids, capacities, strict=True)):
+        before = codes[:, level]
+        distance = _distances_to_own(residual, centroids, before)
+        if kept is not None:
+            distance.masked_fill_(kept, -1.0)
+        code = settle(
+            before,
+            distance,
+            prefix,
+            num_codes=len(centroids),
+            capacity=capacity,
+            distances=partial(_distances_to_all, residual, centroids),
+        )
+        subtract(residual, centroids, code)
+        moved = (code != before).nonzero().squeeze(1)
+        codes[:, level] = code
+        codes[moved, level + 1 :] = codebooks.encode(residual[moved], level + 1)
+        prefix = tuple_ids(torch.stack([prefix, code], 1))
+    return codes
+
+
+def first_free(codes: Tensor, codebook_sizes: Sequence[int]) -> Tensor:
+    """Moves items that collide, without vectors: the first one keeps its tuple, the others take the smallest free code.
+
+    Raises:
+        RecpoError: there are more items than tuples.
+    """
+    codes, prefix = codes.clone(), torch.zeros_like(codes[:, 0])
+    equally_near = torch.zeros(len(codes))
+    for level, (size, capacity) in enumerate(zip(codebook_sizes, _capacities(codebook_sizes, len(codes)), strict=True)):
+        code = settle(
+            codes[:, level],
+            equally_near,
+            prefix,
+            num_codes=size,
+            capacity=capacity,
+            distances=partial(_codes_as_distances, size),
+        )
+        codes[:, level] = code
+        prefix = tuple_ids(torch.stack([prefix, code], 1))
+    return codes
+
+
+def _capacities(codebook_sizes: Sequence[int], num_items: int) -> list[int]:
+    """For every level, the number of tuples that begin with the same codes up to that level; at most ``num_items``.
+
+    Raises:
+        RecpoError: there are more items than tuples.
+    """
+    if num_items > math.prod(codebook_sizes):
+        raise RecpoError(
+            f"{num_items} items do not fit into {' x '.join(map(str, codebook_sizes))} code tuples: "
+            "take more levels or larger codebooks",
+            code="out_of_range",
+            field="codebook_size",
+        )
+    return [min(math.prod(codebook_sizes[level + 1 :]), num_items) for level in range(len(codebook_sizes))]
+
+
+def _distances_to_own(residual: Tensor, centroids: Tensor, code: Tensor) -> Tensor:
+    """Squared distances ``[V]`` of all items to the centroids of their codes."""
+    rest = residual.clone()
+    subtract(rest, centroids, code)
+    return rest.square_().sum(1)
+
+
+def _distances_to_all(residual: Tensor, centroids: Tensor, items: Tensor) -> Tensor:
+    """Squared distances ``[m, K]`` of ``items [m]`` to all centroids."""
+    return squared_distances(residual[items], centroids)
+
+
+def _codes_as_distances(num_codes: int, items: Tensor) -> Tensor:
+    """``[m, K]``: code k has the distance k from every item, so that the smallest free code is the nearest."""
+    return torch.arange(num_codes, dtype=torch.float32).expand(len(items), -1)
+
+
+def tuple_ids(codes: Tensor) -> Tensor:
+    """Ids ``[V]`` int64 of the tuples ``codes [V, T]``, from 0: equal for equal rows."""
+    ids = torch.zeros_like(codes[:, 0])
+    for code in codes.T:
+        ids = (ids * (code.max() + 1) + code).unique(return_inverse=True)[1]
+    return ids
+
+
+def extra_code(codes: Tensor, earlier: Tensor | None = None) -> Tensor:
+    """One more code for every item: 0 if no other item has its tuple, else 0 .. n - 1 in the order of the items.
+
+    Args:
+        codes: ``[V, T]``.
+        earlier: ``[V]``, earlier extra codes, -1 = none. The codes of new items continue after the largest one.
+
+    Returns:
+        ``[V]``.
+    """
+    tuples = tuple_ids(codes)
+    if earlier is None:
+        return rank_within(tuples, torch.zeros_like(tuples))
+    largest = torch.full_like(tuples, -1).scatter_reduce_(0, tuples, earlier, "amax")
+    is_old = (earlier >= 0).long()
+    order = rank_within(2 * tuples + is_old, torch.zeros_like(tuples))
+    return torch.where(earlier >= 0, earlier, largest[tuples] + 1 + order)
+
+
+#: Above this share of moved items, codes carry little information about their items.
+MANY_MOVED = 0.1
+
+
+def level_statistics(codes: Tensor, codebook_sizes: tuple[int, ...]) -> list[dict[str, float]]:
+    """Distribution of the codes over the items, for every level of ``codes [V, T]``.
+
+    ``codebook_size`` K; ``utilization``, the share of the K codes with at least one item; ``entropy``
+    ``H = -sum p log p`` in nats; ``perplexity`` ``exp(H)``, at most K, the number of equally frequent codes with the
+    same entropy; ``largest``, the share p of the most frequent code.
+    """
+    levels = []
+    for code, size in zip(codes.T, codebook_sizes, strict=True):
+        share = torch.bincount(code, minlength=size).double() / len(codes)
+        entropy = torch.special.entr(share).sum()
+        levels.append(
+            {
+                "codebook_size": size,
+                "utilization": float((share > 0).double().mean()),
+                "entropy": float(entropy),
+                "perplexity": float(entropy.exp()),
+                "largest": float(share.max()),
+            }
+        )
+    return levels
+
+
+def reconstruction_errors(points: Tensor, codebooks: Codebooks, codes: Tensor) -> list[float]:
+    """Mean squared error after 1, 2, .. T levels, divided by the variance of the points (1 = no better than the mean).
+
+    Args:
+        points: ``[n, d]`` normalized vectors.
+        codebooks: T levels.
+        codes: ``[n, T]``.
+    """
+    variance = float(torch.var(points, 0, correction=0).double().sum())
+    residual, errors = points.clone(), []
+    for centroids, code in zip(codebooks.centroids, codes.T, strict=True):
+        subtract(residual, centroids, code)
+        error = float(residual.square().sum(1).double().mean())
+        errors.append(error / variance if variance > 0 else 0.0)
+    return errors
+
+
+def collision_statistics(before: Tensor, after: Tensor, movable: int) -> dict[str, Any]:
+    """Items that shared a code tuple, and items that moved to make tuples unique.
+
+    Args:
+        before: ``[V, T]``, codes before tuples were made unique.
+        after: ``[V, T]``, or ``[V, T + 1]`` with an extra code; unique.
+        movable: number of items that may move.
+
+    Returns:
+        ``movable``; ``collisions``, items beyond the first of their tuple; ``sharing``, items that shared a tuple;
+        ``largest_tuple``, the most items on one tuple; ``largest_prefix``, the most items with one prefix of T - 1
+        codes; ``moved`` and ``prefix_changed``, items whose T codes, or first T - 1 codes, changed; ``moved_share``,
+        the share of the movable items that moved.
+    """
+    levels = before.shape[1]
+    together = torch.bincount(tuple_ids(before))
+    prefixes = torch.bincount(tuple_ids(before[:, :-1])) if levels > 1 else torch.tensor([len(before)])
+    changed = before != after[:, :levels]
+    moved = int(changed.any(1).sum())
+    return {
+        "collisions": len(before) - len(together),
+        "sharing": int(together[together > 1].sum()),
+        "largest_tuple": int(together.max()),
+        "largest_prefix": int(prefixes.max()),
+        "movable": movable,
+        "moved": moved,
+        "moved_share": moved / max(1, movable),
+        "prefix_changed": int(changed[:, : levels - 1].any(1).sum()),
+    }

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import AdvantageEstimator, TokenAdvantageEstimator
+from recpo.base.contracts import AdvantageEstimator, Requirement, TokenAdvantageEstimator
 from recpo.base.errors import ClosedUnitInterval, OpenUnitInterval, RecpoError, validate_range
-from recpo.base.requirements import Requirement
 from recpo.base.types import FeedbackBatch
 from recpo.ops.reduce import check_same_shape, zero_masked
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import ReturnEstimator
+from recpo.base.contracts import Requirement, ReturnEstimator
 from recpo.base.errors import RecpoError
-from recpo.base.requirements import Requirement
 from recpo.base.types import FeedbackBatch
 from recpo.objectives.advantages import kept_mask, rewards_of
 from recpo.ops.reduce import zero_masked

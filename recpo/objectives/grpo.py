@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recpo.base.contracts import Requirement
 from recpo.base.errors import NonNegativeFloat, RecpoError
-from recpo.base.requirements import Requirement
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import masked_mean
 from recpo.objectives.policy_gradient import ClippedObjective, PolicyGradientObjective, ppo_loss

@@ -6,8 +6,8 @@ Health metrics are detached scalar tensors, computed over the kept entries.
 import torch
 from torch import Tensor
 
+from recpo.base.contracts import Requirement
 from recpo.base.errors import RecpoError
-from recpo.base.requirements import Requirement
 from recpo.base.types import LogProbs, ObjectiveInputs
 from recpo.ops.reduce import check_same_shape, zero_masked
 from recpo.ops.surrogate import guarded_ratio

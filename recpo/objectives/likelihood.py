@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import ClosedUnitInterval, PositiveFloat, RecpoError
-from recpo.base.requirements import Requirement
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, denominator, zero_masked

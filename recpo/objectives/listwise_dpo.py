@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from recpo.base.contracts import Requirement
 from recpo.base.errors import NonNegativeFloat, PositiveFloat
-from recpo.base.requirements import Requirement
 from recpo.base.types import ObjectiveInputs
 from recpo.objectives.inputs import required
 from recpo.objectives.preference import PreferenceLists, PreferenceObjective, grade_gaps

@@ -7,9 +7,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import PositiveFloat
-from recpo.base.requirements import Requirement
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked

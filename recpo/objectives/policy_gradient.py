@@ -13,9 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError, validate_range
-from recpo.base.requirements import Requirement
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import (
     advantage_shares,

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import NonNegativeFloat, PositiveFloat, RecpoError, validate_range
-from recpo.base.requirements import Requirement
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import advantage_shares, masked_mean, required, validate_log_probs
 from recpo.ops.reduce import aggregate, check_same_shape, zero_masked

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from recpo.base.contracts import Objective
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.errors import PositiveFloat, RecpoError
 from recpo.base.features import Reads
-from recpo.base.requirements import Requirement
 from recpo.base.types import LossOutput, ObjectiveInputs
 from recpo.objectives.inputs import masked_mean, required
 from recpo.objectives.preference import preference_lists

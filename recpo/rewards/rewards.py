@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import RewardFunction, RewardScope
+from recpo.base.contracts import Requirement, RewardFunction, RewardScope
 from recpo.base.errors import NonNegativeFloat, PositiveInt, RecpoError
 from recpo.base.features import Reads
-from recpo.base.requirements import Requirement
 from recpo.base.types import FeedbackBatch, Slates
 from recpo.log.prepared import Prepared
 from recpo.ops.kernels import without_autocast

@@ -6,6 +6,7 @@ from recpo.base.contracts import (
     AdvantageEstimator,
     Objective,
     Policy,
+    Requirement,
     ReturnEstimator,
     RewardFunction,
     StatePolicy,
@@ -13,7 +14,6 @@ from recpo.base.contracts import (
 )
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FEEDBACK_KINDS
-from recpo.base.requirements import Requirement
 from recpo.base.types import SlateTraits
 from recpo.objectives.likelihood import Likelihood
 from recpo.training.options import LearningOptions, RolloutOptions

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import ReturnEstimator, StatePolicy, TokenAdvantageEstimator
+from recpo.base.contracts import Requirement, ReturnEstimator, StatePolicy, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
-from recpo.base.requirements import Requirement
 from recpo.base.types import BatchPlan, FeedbackBatch, LogProbs, ObjectiveInputs, Slates
 from recpo.objectives.advantages import whitened_advantage, whitening_sums
 from recpo.objectives.inputs import masked_mean

@@ -10,19 +10,18 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recpo.base.contracts import Policy
+from recpo.base.contracts import Policy, Requirement
 from recpo.base.errors import RecpoError
-from recpo.base.requirements import Requirement
 from recpo.base.types import EvaluationBatch, FeedbackBatch, LossOutput, ObjectiveInputs, SlateTraits
 from recpo.batches.datamodule import Contents
 from recpo.objectives.likelihood import Likelihood
 from recpo.training import optimizers
 from recpo.training.contradictions import validate_options
 from recpo.training.inputs import InputBuilder, StepInputs
-from recpo.training.kl_control import KLControl
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
+from recpo.training.rollout import KLControl
 from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics
 
 IN_TERMINAL = frozenset(

@@ -13,9 +13,8 @@ planned is a learned reward together with logged propensities, which are validat
 import torch
 from torch import Tensor
 
-from recpo.base.contracts import Policy, RewardFunction, TokenAdvantageEstimator
+from recpo.base.contracts import Policy, Requirement, RewardFunction, TokenAdvantageEstimator
 from recpo.base.errors import RecpoError
-from recpo.base.requirements import Requirement
 from recpo.base.types import BatchPlan, FeedbackBatch, ScoringPlan, Slates
 from recpo.policies.blocks import event_indices
 from recpo.policies.feature_policy import FeaturePolicy

@@ -21,10 +21,10 @@ from recpo.base.errors import RecpoError, validate_range
 from recpo.base.feature_encoding import FittedFeatures, PolicyFeatures
 from recpo.base.features import Reads, Side
 from recpo.base.types import Histories, Recommendations
-from recpo.evaluation.baselines import BaselineCache
 from recpo.evaluation.contenders import (
     BASELINES,
     Baseline,
+    BaselineCache,
     BaselineOptions,
     Contender,
     Lists,

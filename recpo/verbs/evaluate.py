@@ -8,10 +8,11 @@ from typing import ClassVar, Literal
 
 from recpo.artifacts.outputs import output_directory
 from recpo.base.errors import RecpoError
-from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.candidates import table_of
 from recpo.evaluation.contenders import (
     BASELINES,
+    BASELINES_DIRECTORY,
+    BaselineCache,
     BaselineOptions,
     Contender,
     Lists,

@@ -10,8 +10,8 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
 from recpo.artifacts.semantic_codes import Codes
 from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError
-from recpo.evaluation.baselines import BASELINES_DIRECTORY, BaselineCache
 from recpo.evaluation.candidates import HeldOut
+from recpo.evaluation.contenders import BASELINES_DIRECTORY, BaselineCache
 from recpo.explorer.pages import Pages, PageServer
 from recpo.explorer.people_and_items import Catalog, ItemColumns, People
 from recpo.explorer.survey import Survey, traffic

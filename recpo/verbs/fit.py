@@ -18,7 +18,7 @@ from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FEEDBACK_KINDS
 from recpo.base.frames import Frame
-from recpo.evaluation.baselines import BASELINES_DIRECTORY
+from recpo.evaluation.contenders import BASELINES_DIRECTORY
 from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
 from recpo.evaluation.evaluation import Evaluation

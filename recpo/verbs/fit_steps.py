@@ -25,8 +25,16 @@ from lightning.pytorch.callbacks import Callback
 from recpo.artifacts.documents import read_json
 from recpo.artifacts.outputs import write_json
 from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed
-from recpo.evaluation.baselines import BASELINES_DIRECTORY, FITTED, BaselineCache, fitted_model
-from recpo.evaluation.contenders import BASELINES, Baseline, BaselineOptions, Contender
+from recpo.evaluation.contenders import (
+    BASELINES,
+    BASELINES_DIRECTORY,
+    FITTED,
+    Baseline,
+    BaselineCache,
+    BaselineOptions,
+    Contender,
+    fitted_model,
+)
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass, RankingOptions
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions, PropensitySource

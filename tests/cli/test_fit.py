@@ -27,8 +27,7 @@ import recpo
 from recpo.artifacts.documents import as_configuration
 from recpo.base.errors import Interrupted, RecpoError
 from recpo.cli.main import main, parse, run, verb_class
-from recpo.evaluation.baselines import FITTED
-from recpo.evaluation.contenders import BaselineOptions
+from recpo.evaluation.contenders import FITTED, BaselineOptions
 from recpo.evaluation.decision import criterion_of, reward_of
 from recpo.evaluation.held_out_pass import HeldOutPass
 from recpo.log.inspection import LogCounts, inspect_log

@@ -12,8 +12,8 @@ from recpo.artifacts.outputs import write_json
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackRule
 from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommendations, Slates
-from recpo.evaluation.baselines import UniformlyRandom
 from recpo.evaluation.catalog_ranking import Ranking, evaluate_ranking
+from recpo.evaluation.contenders import UniformlyRandom
 from recpo.evaluation.document import metrics_document
 from recpo.evaluation.estimates import estimate
 from recpo.evaluation.held_out_pass import Evaluated

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from recpo.items.code_report import collision_statistics, level_statistics
+from recpo.items.tokenization import collision_statistics, level_statistics
 from tests.reference.code_loops import code_entropy
 
 

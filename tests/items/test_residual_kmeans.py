@@ -8,8 +8,8 @@ import torch
 from sklearn.cluster import KMeans
 
 from recpo.base.errors import RecpoError
-from recpo.items.code_report import reconstruction_errors
 from recpo.items.residual_kmeans import Codebooks, ResidualKMeans, nearest
+from recpo.items.tokenization import reconstruction_errors
 from tests.reference.code_loops import relative_errors, residual_encode
 from tests.refusals import refused
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from recpo.items.residual_kmeans import Codebooks, rank_within, settle
-from recpo.items.unique_codes import extra_code, first_free, nearest_free, tuple_ids
+from recpo.items.tokenization import extra_code, first_free, nearest_free, tuple_ids
 from tests.reference.code_loops import first_come
 from tests.refusals import refused
 

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 import recpo.objectives
-from recpo.base.contracts import Objective
-from recpo.base.requirements import Requirement
+from recpo.base.contracts import Objective, Requirement
 from recpo.base.types import LogProbs, ObjectiveInputs
 from tests.refusals import refused
 

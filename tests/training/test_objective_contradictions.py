@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from recpo.base.contracts import Policy, StatePolicy
-from recpo.base.requirements import Requirement
+from recpo.base.contracts import Policy, Requirement, StatePolicy
 from recpo.base.types import SlateTraits
 from recpo.objectives import (
     DPO,
