@@ -10,7 +10,7 @@ import torch
 
 import recpo
 from recpo.batches.slates import evaluation_batches
-from recpo.evaluation import baselines
+from recpo.evaluation import contenders
 from recpo.evaluation.contenders import DEFAULT_BASELINES, BaselineOptions, default_baselines
 from recpo.log.prepared import Prepared
 from recpo.ops.exposures import exposure_auc, held_out_targets
@@ -43,7 +43,7 @@ def fits(monkeypatch):
         found.append(1)
         return fit_factors(*arguments, **options)
 
-    monkeypatch.setattr(baselines, "fit_factors", counting)
+    monkeypatch.setattr(contenders, "fit_factors", counting)
     return found
 
 
