@@ -65,7 +65,7 @@ PARTS = (
     ("rewards", "recpo/rewards/"),
     ("objective", "recpo/objectives/"),
     ("gradients of encoder and tables", "autograd/graph.py:_engine_run_backward"),
-    ("optimizer", "torch/optim/", "training/optimizers.py:", "training/rollout.py:measure"),
+    ("optimizer", "torch/optim/", "training/optimizers.py:", "training/kl_control.py:measure"),
     ("trainer", "lightning/"),
     ("metrics of lists", "ops/ranking.py:", "catalog_ranking.py:", "evaluation/segments.py:", "beyond_accuracy.py:"),
     ("off-policy values", "evaluation/off_policy/"),

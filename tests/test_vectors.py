@@ -30,8 +30,8 @@ from recpo.ops.kl import categorical_kl, kl_estimate, kl_shaped_rewards
 from recpo.ops.reduce import aggregate
 from recpo.ops.surrogate import clipped_surrogate, sequence_log_ratio
 from recpo.rewards.rewards import ValidityReward, rank_aware_reward
+from recpo.training.kl_control import adapted_kl_coef
 from recpo.training.options import KLTarget
-from recpo.training.rollout import adapted_kl_coef
 
 VECTORS = {
     vector["id"]: vector

@@ -8,7 +8,7 @@ for a catalog softmax, the codebook depth for semantic ids), ``k`` recommended i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -370,6 +370,12 @@ class Recommendations(NamedTuple):
 
     item_ids: Tensor
     scores: Tensor
+
+    @classmethod
+    def by_place(cls, item_ids: Tensor) -> Self:
+        """Lists ``[B, k]``, padded with 0, whose scores are minus the places."""
+        places = torch.arange(1, item_ids.shape[1] + 1, device=item_ids.device).float()
+        return cls(item_ids, (-places).expand_as(item_ids).masked_fill(item_ids == 0, -torch.inf))
 
 
 class SamplingOptions(NamedTuple):

@@ -28,11 +28,12 @@ from recpo.base.types import EvaluationBatch, FeedbackBatch, Histories, Recommen
 from recpo.evaluation.candidates import internal_ids
 from recpo.evaluation.measures import Recommender
 from recpo.evaluation.off_policy.results import LOGGING_POLICY
-from recpo.evaluation.true_rewards import ORACLE, TrueRewards, by_place
+from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, reranked
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
 from recpo.ops.ranking import first_allowed, is_member
+from recpo.rewards import implicit
 from recpo.rewards.counted import (
     SequentialRulesOptions,
     fit_sequential_rules,
@@ -42,16 +43,7 @@ from recpo.rewards.counted import (
 )
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
-from recpo.rewards.implicit import (
-    AllRankOptions,
-    EaseOptions,
-    FittedPolicy,
-    ImplicitOptions,
-    fit_ease,
-    fit_implicit,
-    open_fitted,
-    save_fitted,
-)
+from recpo.rewards.implicit import AllRankOptions, EaseOptions, FittedPolicy, ImplicitOptions
 from recpo.rewards.selection import fit_factors
 
 #: A trained run, an exported bundle, a factor model, the lists of another system, a baseline, the oracle, or one of the
@@ -246,12 +238,12 @@ def fitted_model(
     Raises:
         RecpoError: the existing model is damaged.
     """
-    in_one_file = save_fitted, open_fitted, ".safetensors"
+    in_one_file = implicit.save_fitted, implicit.open_fitted, ".safetensors"
     recipes: dict[str, tuple[Callable[..., Any], Callable[[Any, Path], None], Callable[[Path], Any], str]] = {
         "factorization": (fit_factors, Factors.save, Factors.open, ""),  # a directory
-        "implicit_als": (fit_implicit, *in_one_file),
-        "allrank": (fit_implicit, *in_one_file),
-        "ease": (fit_ease, *in_one_file),
+        "implicit_als": (implicit.fit_implicit, *in_one_file),
+        "allrank": (implicit.fit_implicit, *in_one_file),
+        "ease": (implicit.fit_ease, *in_one_file),
     }
     fit, save, opened, suffix = recipes[name]
     content = {"version": _VERSION, "baseline": name, "options": asdict(options), "prepared": data.manifest}
@@ -493,7 +485,7 @@ class _Answers:
         self._excluded += int(is_member(listed, exclude).sum())
         for wanted in self._ks:
             self._short[wanted] += int((has_list & (length < min(wanted, self._num_items))).sum())
-        return by_place(items)
+        return Recommendations.by_place(items)
 
     def _rows(self, users: np.ndarray) -> Tensor:
         """The complete lists ``[B, L]`` int64, padded with 0."""

@@ -158,6 +158,13 @@ class _Test(NamedTuple):
     gains: Sequence[Estimate]
     p_values: Sequence[float]
 
+    def said(self, place: int) -> str:
+        """The difference of one of the policies in words."""
+        gain, number = self.gains[place], len(self.gains)
+        known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {self.measure} over {gain.n:,} {self.over}"
+        corrected = "" if number == 1 else f", corrected for the choice among {number} policies"
+        return f"{known} (p = {self.p_values[place]:.2g}{corrected})".replace("-", "\u2212")
+
 
 def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     """The contender that ships: a policy that beats the strongest baseline beyond doubt, or else that baseline.
@@ -209,18 +216,15 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     policy, gain, p_value = policies[place], test.gains[place], test.p_values[place]
     by = "" if best is baselines[0] else " by estimated reward"
     baseline = f"the strongest baseline{by}, {best.name},"
-    known = f"{gain.mean:+.4f} ± {gain.half_width:.4f} {test.measure} over {gain.n:,} {test.over} (p = {p_value:.2g}"
-    known = known.replace("-", "\u2212")
-    known += ")" if len(policies) == 1 else f", corrected for the choice among {len(policies)} policies)"
     if sure:
         told = by_reward and len(sure) > 1 and math.isfinite(policy.reward)
         why = f", of {len(sure)} policies the one with the highest estimated reward," if told else ""
         unless = "" if test is tests[0] else f", where {criterion} cannot tell"
-        reason = f"{policy.name}{why} beats {baseline} by {known}{unless}"
+        reason = f"{policy.name}{why} beats {baseline} by {test.said(place)}{unless}"
     else:
         beyond = " beyond doubt" if place in allowed or p_value > LEVEL else " without a lower estimated reward"
-        reason = f"no policy beats {baseline}{beyond}: {policy.name}, the best one, differs by {known}"
-        reason += ", so the baseline ships"
+        reason = f"no policy beats {baseline}{beyond}: {policy.name}, the best one, differs by {test.said(place)}, "
+        reason += "so the baseline ships"
     ships = policy.name if sure else best.name
     return Choice(ships, best.name, policy.name, test.measure, gain, p_value, reason, standings)
 

@@ -66,7 +66,7 @@ class TrueRewards(Measure):
             known = ascending[place] == best
             candidates = torch.from_numpy(np.where(known, order[place] + 1, 0))
             candidates = candidates.gather(1, torch.from_numpy(~known).int().argsort(dim=1, stable=True))
-            return by_place(first_allowed(candidates.to(users.device), k, exclude))
+            return Recommendations.by_place(first_allowed(candidates.to(users.device), k, exclude))
 
         return Recommender(recommend_to_batch=recommend, name=ORACLE)
 
@@ -149,9 +149,3 @@ class TrueReward(RewardFunction):
         shown = known.item_ids[np.maximum(items.cpu().numpy() - 1, 0)]
         rewards = torch.from_numpy(known.truth.expected_reward(users, shown, known.day)).float().to(items.device)
         return rewards.masked_fill(~candidates.mask | (items == 0), torch.nan)
-
-
-def by_place(items: Tensor) -> Recommendations:
-    """Lists ``[B, k]``, padded with 0, whose scores are minus the places."""
-    places = torch.arange(1, items.shape[1] + 1, device=items.device).float()
-    return Recommendations(items, (-places).expand_as(items).masked_fill(items == 0, -torch.inf))

@@ -18,10 +18,10 @@ from recpo.objectives.likelihood import Likelihood
 from recpo.training import optimizers
 from recpo.training.contradictions import validate_options
 from recpo.training.inputs import InputBuilder, StepInputs
+from recpo.training.kl_control import KLControl
 from recpo.training.networks import Networks, ReferenceCache
 from recpo.training.options import LearningOptions, reads_of
 from recpo.training.planning import StepPlanner
-from recpo.training.rollout import KLControl
 from recpo.training.validation import LOWER_IS_BETTER, ScoreMetrics, ValidationMetrics
 
 IN_TERMINAL = frozenset(

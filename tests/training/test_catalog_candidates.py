@@ -18,10 +18,11 @@ from recpo.policies.blocks import HSTUBlock
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.rewards.rewards import HitReward, RankAwareReward, WeightedSum
 from recpo.training.inputs import InputBuilder
+from recpo.training.kl_control import KLControl
 from recpo.training.module import PreferenceModule
 from recpo.training.networks import Networks
 from recpo.training.options import CollapseLimits, LearningOptions, RolloutOptions
-from recpo.training.rollout import KLControl, roll_out
+from recpo.training.rollout import roll_out
 from recpo.training.trainer import TrainerOptions, TrainOptions
 from tests.refusals import refused
 

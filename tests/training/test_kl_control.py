@@ -7,8 +7,8 @@ import torch
 
 from recpo.base.types import LogProbs
 from recpo.objectives import GRPO
+from recpo.training.kl_control import KLControl, adapted_kl_coef
 from recpo.training.options import KLTarget, LearningOptions, RolloutOptions
-from recpo.training.rollout import KLControl, adapted_kl_coef
 from tests.refusals import refused
 
 

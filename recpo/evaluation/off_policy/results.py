@@ -396,8 +396,8 @@ class OffPolicyResult:
         """
         mine, theirs = self.totals[target], other.totals[target]
         _validate_pair(mine, theirs)
-        pair = [next(sums for one, sums in of.by_estimator.items() if one.name == SNIPS.name) for of in (mine, theirs)]
-        values = [sum_of_ratios(sums.sum(0)) + len(sums) * influence(sums) for sums in pair]
+        sums = mine.by_estimator[SNIPS], theirs.by_estimator[SNIPS]
+        values = [sum_of_ratios(one.sum(0)) + len(one) * influence(one) for one in sums]
         return np.asarray(values[0] - values[1])
 
     def over_logging_policy(self) -> tuple[OffPolicyDifference, ...]:
