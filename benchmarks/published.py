@@ -9,7 +9,7 @@ r"""A recipe from the log to the numbers of published tables: leave-one-out, ful
 
 Prepares the log, trains and evaluates. The same command continues after a kill: finished steps are skipped, and
 interrupted training is resumed. Only the files and ``--seeds`` differ between data sets. Sizes follow from the size of
-the log (``recpo.training.sizes.sizes_of``; docs/training.md), all other options are in configs/published_*.yaml, and
+the log (``recpo.training.recipes.sizes_of``; docs/training.md), all other options are in configs/published_*.yaml, and
 the checkpoint is the one with the best NDCG@10 of the validation events. ``--budget 3600`` also searches around these
 sizes for about so many CPU-seconds, on validation events, with the first seed (``published_search.py``); its decision
 is kept in the directory, and ``--trials`` repeats it on another machine. The trained policy is then tilted by
@@ -39,7 +39,7 @@ from rich.table import Table
 
 import recpo
 from recpo.cli.main import main as verb
-from recpo.training.sizes import Sizes, counts_of, sizes_of
+from recpo.training.recipes import counts_of, sizes_of
 
 CONFIGS = Path(recpo.__file__).parent / "configs"
 K = 10
@@ -54,7 +54,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         configs: its files in ``configs``; each changes what those before it say.
-        step: the rules for its sizes (``recpo.training.sizes.sizes_of``).
+        step: the rules for its sizes (``recpo.training.recipes.sizes_of``).
         reads_items: reads a table of items.
         has_codes: generates codes, which are made from the item vectors of a catalog softmax.
     """
@@ -143,7 +143,7 @@ def trained(options: argparse.Namespace, name: str, seed: int, more: list[str]) 
 
     def train(variant: str, seed: int, until: int) -> recpo.Run:
         out = options.work / "_".join([name, str(seed), *([] if variant == RULES else [variant])])
-        settings = {**settings_of(sizes), **changes[variant], "seed": seed, "data.seed": seed}
+        settings = {**sizes.options, **changes[variant], "seed": seed, "data.seed": seed}
         settings |= QUICK if options.quick else {}
         if RECIPES[name].has_codes:
             settings["policy.init_args.codes"] = str(codes(options, seed, data, more))
@@ -157,20 +157,6 @@ def trained(options: argparse.Namespace, name: str, seed: int, more: list[str]) 
     if limit is not None:
         variant = chosen_variant(options.work / f"search_{name}.json", list(changes), epochs, score, limit)
     return train(variant, seed, epochs)
-
-
-def settings_of(sizes: Sizes) -> dict[str, Any]:
-    """The options of ``recpo train`` that follow from the size of the log."""
-    return {
-        "data.batch_size": sizes.batch_size,
-        "data.layout.init_args.history_length": sizes.history_length,
-        "policy.init_args.max_history": sizes.max_history,
-        "policy.init_args.dim": sizes.dim,
-        "policy.init_args.layers": sizes.layers,
-        "policy.init_args.dropout": sizes.dropout,
-        "weight_averaging.decay": sizes.averaging_decay,
-        "patience": sizes.patience,
-    }
 
 
 def trained_until(data: Path, configs: tuple[str, ...], out: Path, epochs: int, settings: dict[str, Any]) -> recpo.Run:

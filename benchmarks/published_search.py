@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recpo.training.sizes import Sizes
+from recpo.training.recipes import Sizes
 
 RULES = "rules"
 KEPT = 3  # one variant of so many stays
@@ -57,7 +57,7 @@ def variants(recipe: str, sizes: Sizes) -> dict[str, dict[str, Any]]:
 
     Args:
         recipe: of ``published.py``.
-        sizes: by the rules (``recpo.training.sizes.sizes_of``).
+        sizes: by the rules (``recpo.training.recipes.sizes_of``).
     """
     policy = "policy.init_args"
     less, more = round(max(sizes.dropout - 0.1, 0.05), 2), round(min(sizes.dropout + 0.1, 0.7), 2)

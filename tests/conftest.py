@@ -100,8 +100,8 @@ def registry_of_onnx():
 @pytest.fixture
 def pretrained_alone(monkeypatch):
     """Fits train one policy."""
+    from recpo.training.recipes import recipes_of
     from recpo.verbs.fit import Fit
-    from recpo.verbs.fit_recipes import recipes_of
 
     monkeypatch.setattr(Fit, "_recipes", staticmethod(lambda road: recipes_of(["pretrain"])))
 

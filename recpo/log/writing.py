@@ -183,8 +183,8 @@ def totals(shards: dict[str, list[dict[str, Any]]], behaviors: Iterable[str] = (
     }
     if behaviors:
         for period, own in shards.items():
-            by_shard = zip(*(shard[Derived.BEHAVIORS] for shard in own), strict=True)
-            found[period][Derived.BEHAVIORS] = dict(zip(behaviors, map(sum, by_shard), strict=True))
+            did = [shard[Derived.BEHAVIORS] for shard in own]
+            found[period][Derived.BEHAVIORS] = {name: sum(one[b] for one in did) for b, name in enumerate(behaviors)}
     return found
 
 

@@ -18,10 +18,10 @@ from recpo.explorer.survey import Survey, traffic
 from recpo.log.prepared import Prepared
 from recpo.rewards.factors import Factors
 from recpo.training.learned_reward import Checkpoint
+from recpo.training.recipes import FACTORS
 from recpo.training.run import Run
 from recpo.verbs.contenders import ModelOptions, Named, contenders_of, validate_factors
 from recpo.verbs.fit import Decision
-from recpo.verbs.fit_recipes import FACTORS
 from recpo.verbs.fit_steps import place_of
 from recpo.verbs.verb import PYTHON_ONLY, WritingVerb, function_of
 

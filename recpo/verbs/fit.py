@@ -30,11 +30,12 @@ from recpo.log.prepared import Prepared
 from recpo.log.schema import PERIODS, Columns
 from recpo.log.splits import TrainOnly
 from recpo.serving.bundle import Bundle
+from recpo.training import recipes
+from recpo.training.recipes import Recipes, recipes_of
 from recpo.training.run import Run
-from recpo.verbs import fit_recipes, fit_steps
+from recpo.verbs import fit_steps
 from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
-from recpo.verbs.fit_recipes import Recipes, recipes_of
 from recpo.verbs.fit_search import search
 from recpo.verbs.fit_steps import FitSteps, StepOptions, deciding_split, place_of
 from recpo.verbs.init import preparation_of
@@ -89,7 +90,7 @@ class Decision(Artifact):
     def prepared(self) -> Prepared:
         """The prepared data that contenders were compared on: in this directory, or as passed to ``fit``."""
         given = self.facts["prepared"]
-        return Prepared.open(self.root / fit_recipes.PREPARED if given is None else given)
+        return Prepared.open(self.root / recipes.PREPARED if given is None else given)
 
     @property
     def bundle(self) -> Bundle:
@@ -224,13 +225,13 @@ class Fit(StepOptions, ResumableVerb[Decision]):
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
         options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found, steps.root), **tables}
         split = deciding_split(options["split"], found.counts)
-        verb = Prepare(out=steps.root / fit_recipes.PREPARED, **options)
+        verb = Prepare(out=steps.root / recipes.PREPARED, **options)
         steps.data = self._prepared(steps, replace(verb, split=split))
         understood = [*_understood(found), _counted(steps.data), *_repeated(steps.data)]
         if split != verb.split:
             understood.append(f"small log: decided by {_changed(verb.split, split)}")
         again: dict[str, Any] = {"repeats": steps.data.repeats, "idle_days": steps.data.idle_days, "split": TrainOnly()}
-        return understood, truth, replace(verb, out=steps.root / fit_steps.FINAL / fit_recipes.PREPARED, **again)
+        return understood, truth, replace(verb, out=steps.root / fit_steps.FINAL / recipes.PREPARED, **again)
 
     @staticmethod
     def _prepared(steps: FitSteps, verb: Prepare) -> Prepared:
@@ -266,18 +267,18 @@ class Fit(StepOptions, ResumableVerb[Decision]):
         names: list[str] = list(steps.named)
         if steps.graded:
             steps.factorize()
-            names.append(fit_recipes.FACTORS)
-        recipes = self._recipes(steps)
+            names.append(recipes.FACTORS)
+        choices = self._recipes(steps)
         for name in names:
             steps.measure(name)
         if steps.by_grades:  # who chose what, and the grades
             self._tilt(steps, fit_steps.ALLRANK)
         steps.show_list()
-        steps.decide_effort(recipes, twice)
+        steps.decide_effort(choices, twice)
         for name in steps.plan.recipes:
-            if steps.train(name, fit_recipes.RECIPES[name]):
+            if steps.train(name, recipes.RECIPES[name]):
                 steps.measure(name)
-                if name in fit_recipes.TILTED:
+                if name in recipes.TILTED:
                     self._tilt(steps, name)
         found = search(steps, reserve=_RESERVE * steps.measuring_seconds + twice * steps.seconds_again)
         if found:
@@ -286,18 +287,18 @@ class Fit(StepOptions, ResumableVerb[Decision]):
     @staticmethod
     def _recipes(steps: FitSteps) -> Sequence[Recipes]:
         """The recipes that can learn from the feedback of the log, the most wanted first."""
-        wanted = [fit_recipes.PRETRAIN]
+        wanted = [recipes.PRETRAIN]
         counts = steps.data.feedback_counts["train"]
         if steps.graded:
-            wanted.append(fit_recipes.MPO)
-            model = fit_recipes.REWARD_MODEL
-            if steps.has_features and steps.train(model, fit_recipes.RECIPES[model]):
-                wanted.append(fit_recipes.MPO_MODEL)
+            wanted.append(recipes.MPO)
+            model = recipes.REWARD_MODEL
+            if steps.has_features and steps.train(model, recipes.RECIPES[model]):
+                wanted.append(recipes.MPO_MODEL)
         if counts["disliked"] or counts["skipped"]:
-            wanted += [fit_recipes.GBPO, fit_recipes.VALUE_DPO, fit_recipes.VALUE_DPO_LIKELIHOOD]
+            wanted += [recipes.GBPO, recipes.VALUE_DPO, recipes.VALUE_DPO_LIKELIHOOD]
         if len(wanted) == 1:
-            return fit_recipes.POSITIVES
-        return recipes_of(wanted, [fit_recipes.GSPO] if steps.graded else [])
+            return recipes.POSITIVES
+        return recipes_of(wanted, [recipes.GSPO] if steps.graded else [])
 
     @staticmethod
     def _tilt(steps: FitSteps, base: str) -> None:
@@ -366,7 +367,7 @@ class Fit(StepOptions, ResumableVerb[Decision]):
 def _outside_directory(steps: FitSteps) -> str | None:
     """The directory of the prepared data; None = inside the directory of the fit, which may be moved."""
     root = steps.data.root
-    if root == steps.root / fit_recipes.PREPARED:
+    if root == steps.root / recipes.PREPARED:
         return None
     return str(root.absolute() if isinstance(root, Path) else root)
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from recpo.evaluation.decision import leaderboard
-from recpo.verbs import fit_recipes, fit_steps
+from recpo.training import recipes
+from recpo.verbs import fit_steps
 from recpo.verbs.fit_steps import FitSteps
 
 _SEARCH: Final = "the search"
@@ -27,39 +28,39 @@ class Dimension(NamedTuple):
 
 #: What is searched of every recipe. Defaults are those of its configuration; those that follow from the log go before.
 SPACES: Final[Mapping[str, tuple[Dimension, ...]]] = {
-    fit_recipes.PRETRAIN: (
+    recipes.PRETRAIN: (
         Dimension("optimizer.init_args.lr", 0.001, 0.0003, 0.005),
         Dimension("policy.init_args.dropout", 0.2, choices=(0.0, 0.1, 0.2, 0.35, 0.5)),
         Dimension("policy.init_args.dim", 64, choices=(32, 64, 128)),
     ),
-    fit_recipes.PRETRAIN_RANKING: (
+    recipes.PRETRAIN_RANKING: (
         Dimension("optimizer.init_args.lr", 0.002, 0.0005, 0.005),
         Dimension("policy.init_args.dropout", 0.5, 0.05, 0.7),
         Dimension("policy.init_args.dim", 128, choices=(64, 128, 256)),
     ),
-    fit_recipes.MPO: (
+    recipes.MPO: (
         Dimension("objective.init_args.temperature", 0.035, 0.0125, 0.1),
         Dimension("reward.init_args.lower_bound", 1.0, choices=(0.0, 0.5, 1.0, 2.0)),
         Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
     ),
-    fit_recipes.MPO_MODEL: (
+    recipes.MPO_MODEL: (
         Dimension("objective.init_args.temperature", 0.05, 0.02, 0.3),
         Dimension("optimizer.init_args.lr", 0.01, 0.003, 0.03),
     ),
-    fit_recipes.GSPO: (
+    recipes.GSPO: (
         Dimension("optimizer.init_args.lr", 0.003, 0.001, 0.01),
         Dimension("objective.init_args.kl_coef", 0.5, 0.1, 1.0),
     ),
-    fit_recipes.GBPO: (
+    recipes.GBPO: (
         Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
         Dimension("anchor_coef", 0.0, choices=(0.0, 0.1, 0.3, 1.0)),
     ),
-    fit_recipes.VALUE_DPO_LIKELIHOOD: (
+    recipes.VALUE_DPO_LIKELIHOOD: (
         Dimension("optimizer.init_args.lr", 0.002, 0.0005, 0.005),
         Dimension("objective.init_args.beta", 0.1, 0.03, 0.5),
         Dimension("objective.init_args.nll_coef", 0.1, 0.03, 0.5),
     ),
-    fit_recipes.VALUE_DPO: (
+    recipes.VALUE_DPO: (
         Dimension("optimizer.init_args.lr", 0.0005, 0.0001, 0.003),
         Dimension("objective.init_args.beta", 0.3, 0.03, 1.0),
         Dimension("objective.init_args.nll_coef", 0.0, choices=(0.0, 0.03, 0.1, 0.3)),
@@ -91,7 +92,7 @@ def search(steps: FitSteps, reserve: float) -> list[str]:
     sampler = optuna.samplers.TPESampler(seed=steps.options.seed, n_startup_trials=_STARTUP_TRIALS)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     log_scale, choice = optuna.distributions.FloatDistribution, optuna.distributions.CategoricalDistribution
-    recipe = fit_recipes.RECIPES[leading]
+    recipe = recipes.RECIPES[leading]
     known = steps.options_of(recipe)
     defaults = {one.option: known.get(one.option, one.default) for one in SPACES[leading]}
     space: dict[str, Any] = {
@@ -103,7 +104,7 @@ def search(steps: FitSteps, reserve: float) -> list[str]:
     study.add_trial(optuna.create_trial(params=defaults, distributions=space, value=_value(steps, leading)))
     found: list[str] = []
     number = 0
-    longest = steps.plan.seconds_of(steps.root / fit_recipes.RUNS / leading) or 0.0
+    longest = steps.plan.seconds_of(steps.root / recipes.RUNS / leading) or 0.0
     while number < (_MOST_TRIALS if steps.plan.trials is None else steps.plan.trials):
         if steps.plan.trials is None and steps.left - reserve < 1.2 * longest:
             break
@@ -130,8 +131,8 @@ def _leading_recipe(steps: FitSteps) -> str | None:
         recipe = row.name.removeprefix(fit_steps.TILTED)
         if recipe in trained:
             # what lifts a tilted pre-trained policy is the reward model, which MPO trains toward
-            by_reward = recipe == fit_recipes.PRETRAIN and fit_recipes.MPO in trained and fit_recipes.MPO not in failed
-            return fit_recipes.MPO if by_reward else recipe
+            by_reward = recipe == recipes.PRETRAIN and recipes.MPO in trained and recipes.MPO not in failed
+            return recipes.MPO if by_reward else recipe
     return None
 
 

@@ -44,10 +44,10 @@ from recpo.log.prepared import Prepared
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import EaseOptions
+from recpo.training import recipes
+from recpo.training.recipes import counts_of
 from recpo.training.run import Run
-from recpo.training.sizes import counts_of
 from recpo.training.tilting import has_grades
-from recpo.verbs import fit_recipes
 from recpo.verbs.contenders import ModelOptions, contenders_of
 from recpo.verbs.factorize import Factorize
 from recpo.verbs.tilt import Tilt
@@ -170,7 +170,7 @@ def place_of(root: Path, name: str) -> Path | str:
     """Where a fit in ``root`` has a contender: its directory, or its name if it is a baseline, which needs none."""
     if name in BASELINES:
         return name
-    return root / (fit_recipes.FACTORS if name == fit_recipes.FACTORS else f"{fit_recipes.RUNS}/{name}")
+    return root / (recipes.FACTORS if name == recipes.FACTORS else f"{recipes.RUNS}/{name}")
 
 
 def leaves_out(error: RecpoError) -> bool:
@@ -202,7 +202,7 @@ class FitSteps:
         self.root, self.options, self._first = root, options, first or self
         self.plan: Plan = first.plan if first else Plan.open(root)
         self._began: float = first._began if first else time.monotonic() - self.plan.spent
-        self._asked: dict[str, tuple[fit_recipes.Recipe, Mapping[str, Any]]] = {}  # recipe and changed options by name
+        self._asked: dict[str, tuple[recipes.Recipe, Mapping[str, Any]]] = {}  # recipe and changed options by name
         self._measured: dict[str, Evaluated] = {}
         self.measuring_seconds = 0.0
 
@@ -285,7 +285,7 @@ class FitSteps:
         """Whether the data have features, or behaviors, beside ids."""
         return bool(self.data.feature_schema.item) or any(self.sides.values())
 
-    def train(self, name: str, recipe: fit_recipes.Recipe, changed: Mapping[str, Any] | None = None) -> bool:
+    def train(self, name: str, recipe: recipes.Recipe, changed: Mapping[str, Any] | None = None) -> bool:
         """Trains a recipe, or continues its training.
 
         Args:
@@ -300,7 +300,7 @@ class FitSteps:
         self._asked[name] = recipe, changed or {}
         if self._key(name) in self.plan.failed or (recipe.after and self._key(recipe.after) in self.plan.failed):
             return False
-        out, files = self.root / fit_recipes.RUNS / name, self._files(recipe)
+        out, files = self.root / recipes.RUNS / name, self._files(recipe)
         options = {**self.options_of(recipe), **(changed or {})}
         flags = [*(("config", file) for file in files), *options.items(), ("out", out)]
         given = ((f"--{name}", "null" if value is None else value) for name, value in flags)
@@ -324,7 +324,7 @@ class FitSteps:
 
     def factorize(self) -> None:
         """Fits the reward model."""
-        out, before = self.root / fit_recipes.FACTORS, self._first.root / fit_recipes.FACTORS
+        out, before = self.root / recipes.FACTORS, self._first.root / recipes.FACTORS
         verb = Factorize(self.data, out, seed=self.options.seed, progress=self.options.progress)
         self.run(verb if before == out else verb.of(Factors.open(before)))
 
@@ -338,14 +338,14 @@ class FitSteps:
         Returns:
             Whether there is a tilted run.
         """
-        out = self.root / fit_recipes.RUNS / f"{TILTED}{base}"
+        out = self.root / recipes.RUNS / f"{TILTED}{base}"
         if self.plan.seconds_of(out) is None:  # else it was tried, and perhaps no temperature is better
             cache = self.root / BASELINES_DIRECTORY if base in BASELINES else None
             how: dict[str, Any] = {"k": self.options.k, "temperature": temperature}
             how |= {"baseline_cache": cache, "baseline_options": self.baseline_options}
             if self.by_grades:
                 how["lower_bound"] = _LOWER_BOUND
-            by = self.root / fit_recipes.FACTORS if self.by_grades else PERSONAL if self.data.repeats else RULES
+            by = self.root / recipes.FACTORS if self.by_grades else PERSONAL if self.data.repeats else RULES
             self.run(Tilt(place_of(self.root, base), by, self.data, out=out, **how))
         return out.exists()
 
@@ -367,12 +367,12 @@ class FitSteps:
         """Makes a contender of the first steps again, with the same options; False if its training diverged."""
         if name in BASELINES:
             return True
-        if name == fit_recipes.FACTORS:
+        if name == recipes.FACTORS:
             self.factorize()
             return True
         if name.startswith(TILTED):
             base, run = name.removeprefix(TILTED), self._first.run_of(name)
-            made = run is not None and self.remake(base) and (not self.by_grades or self.remake(fit_recipes.FACTORS))
+            made = run is not None and self.remake(base) and (not self.by_grades or self.remake(recipes.FACTORS))
             return run is not None and made and self.tilt(base, run.results["tilt/temperature"] or "auto")
         recipe, changed = self._first._asked[name]
         needed = [one for one in (recipe.after, recipe.reward) if one is not None]
@@ -381,8 +381,8 @@ class FitSteps:
     @property
     def seconds_again(self) -> float:
         """Seconds to make a contender again: preparation, reward model, pre-training and the longest other training."""
-        shared = (PREPARE, fit_recipes.FACTORS, f"{fit_recipes.RUNS}/{fit_recipes.PRETRAIN}")
-        others = (f"{fit_recipes.RUNS}/{name}" for name in self._asked if name != fit_recipes.PRETRAIN)
+        shared = (PREPARE, recipes.FACTORS, f"{recipes.RUNS}/{recipes.PRETRAIN}")
+        others = (f"{recipes.RUNS}/{name}" for name in self._asked if name != recipes.PRETRAIN)
         seconds, longest = ([self.plan.seconds_of(self.root / one) or 0.0 for one in outs] for outs in (shared, others))
         return sum(seconds) + max(longest, default=0.0)
 
@@ -442,7 +442,7 @@ class FitSteps:
 
     def run_of(self, name: str) -> Run | None:
         """The run of this name; None of a baseline and of the reward model."""
-        root = self.root / fit_recipes.RUNS / name
+        root = self.root / recipes.RUNS / name
         return Run.open(root) if (root / Run.FINISHED).is_file() else None
 
     def _contender(self, name: str) -> Contender:
@@ -474,7 +474,7 @@ class FitSteps:
 
     # the length of training
 
-    def decide_effort(self, choices: Sequence[fit_recipes.Recipes], twice: bool = False) -> None:
+    def decide_effort(self, choices: Sequence[recipes.Recipes], twice: bool = False) -> None:
         """Decides which recipes are trained, and for which share of their recommended steps.
 
         A few steps of pre-training and MPO are timed. The first recipes are taken of which enough fits into the budget;
@@ -506,9 +506,9 @@ class FitSteps:
         """Predicted seconds of every recipe at its full length; a step that is not timed costs one of pre-training."""
         probes, seconds = self.root / "probe", {}
         shutil.rmtree(probes, ignore_errors=True)
-        for name in (fit_recipes.PRETRAIN, fit_recipes.PRETRAIN_RANKING, fit_recipes.MPO, fit_recipes.MPO_MODEL):
+        for name in (recipes.PRETRAIN, recipes.PRETRAIN_RANKING, recipes.MPO, recipes.MPO_MODEL):
             if name in wanted:
-                clock, recipe = _Clock(), fit_recipes.RECIPES[name]
+                clock, recipe = _Clock(), recipes.RECIPES[name]
                 options = self.options_of(recipe)
                 options |= {"trainer.max_steps": _PROBE_STEPS, "trainer.limit_val_batches": 1}
                 if recipe.after is not None:
@@ -520,20 +520,20 @@ class FitSteps:
                         raise
                 seconds[name] = clock.seconds
         shutil.rmtree(probes, ignore_errors=True)
-        shared = seconds[fit_recipes.PRETRAIN]
+        shared = seconds[recipes.PRETRAIN]
         return {
-            name: _OVERHEAD * seconds.get(name, shared) * fit_recipes.RECIPES[name].full_length(self._counts)
+            name: _OVERHEAD * seconds.get(name, shared) * recipes.RECIPES[name].full_length(self._counts)
             for name in wanted
         }
 
-    def _files(self, recipe: fit_recipes.Recipe) -> list[Path]:
+    def _files(self, recipe: recipes.Recipe) -> list[Path]:
         """The configurations; where the data have features of the items, pre-training reads them."""
         names = list(recipe.configs)
         if recipe.after is None and recipe.sizes is not None and self.data.feature_schema.item:
             names.append(_WITH_FEATURES)
         return [configurations() / f"{name}.yaml" for name in names]
 
-    def options_of(self, recipe: fit_recipes.Recipe) -> dict[str, Any]:
+    def options_of(self, recipe: recipes.Recipe) -> dict[str, Any]:
         """The options of a recipe that differ from its configurations, by dotted name.
 
         Args:

@@ -19,7 +19,7 @@ from recpo.log.files import find_files
 from recpo.log.inspection import Choice, Inspection, inspect_log
 from recpo.log.schema import PRESETS, Columns, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
-from recpo.verbs.fit_recipes import FACTORS, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
+from recpo.training.recipes import FACTORS, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
 from recpo.verbs.prepare import source_of
 from recpo.verbs.verb import PYTHON_ONLY, Verb, configurations, function_of
 

@@ -38,13 +38,12 @@ from recpo.log.splits import LeaveLastOut, TemporalSplit, TrainOnly
 from recpo.rewards.factors import Factors
 from recpo.rewards.implicit import AllRankOptions, ImplicitOptions, open_fitted
 from recpo.training.fit import parse_arguments
-from recpo.training.sizes import counts_of, sizes_of
+from recpo.training.recipes import POSITIVES, RECIPES, counts_of, recipes_of, sizes_of
 from recpo.verbs import fit_search, fit_steps
-from recpo.verbs.fit_recipes import POSITIVES, RECIPES, recipes_of
 from recpo.verbs.fit_steps import PLAN, FitSteps, Plan, StepOptions, deciding_split
 from recpo.verbs.init import preparation_of, write_configurations
 from recpo.verbs.tilt import Tilt
-from tests.log.test_features import prepare as featured_log
+from tests.log.test_features import prepare as featured_log, rich_log
 from tests.refusals import refused
 
 MINUTES = 0.01  # what must be done takes longer: training is as short as it gets, and there is no search
@@ -246,16 +245,15 @@ def test_a_small_log_is_decided_on_a_quarter_and_what_ships_is_made_again_on_all
 
 
 @pytest.mark.slow
-def test_a_policy_is_trained_again_for_as_many_epochs_as_its_best_checkpoint(demo, tmp_path):
-    found = inspect_log([str(demo.log / "log")])
-    options = preparation_of(found)
-    first = recpo.prepare(**options, out=tmp_path / "prepared")
-    whole = recpo.prepare(**{**options, "split": TrainOnly(), "repeats": False}, out=tmp_path / "whole")
+def test_a_policy_is_trained_again_for_as_many_epochs_as_its_best_checkpoint(tmp_path):
+    log = rich_log(events=1500)
+    first = featured_log(tmp_path / "prepared", log)
+    whole = featured_log(tmp_path / "whole", log, split=TrainOnly())
     steps = steps_of(first.root, tmp_path)
     steps.plan.effort = 1 / 32
     steps.factorize()
     steps.measure("popularity")
-    names = ("pretrain", "mpo", "value_dpo")
+    names = ("pretrain", "reward_model", "mpo_reward_model", "value_dpo")
     assert all(steps.train(name, RECIPES[name]) for name in names)
     assert steps.tilt("pretrain", 0.05)
     assert steps.tilt("allrank", 0.05)

@@ -19,7 +19,7 @@ from recpo.log.prepare import Preparation
 from recpo.log.prepared import Prepared
 from recpo.log.schema import Columns
 from recpo.log.shaping import EveryEvent
-from recpo.log.splits import TemporalSplit
+from recpo.log.splits import TemporalSplit, TrainOnly
 from recpo.log.writing import Output, Sources
 from tests.log.conftest import DAY_MS, START_MS, make_log
 from tests.refusals import refused
@@ -106,6 +106,14 @@ def prepare(out, log=None, items=None, users=None, engine=ENGINE, **choice):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("features") / "out")
+
+
+def test_a_log_of_which_nothing_is_held_out_has_the_same_behaviors(data, tmp_path):
+    whole = prepare(tmp_path / "out", split=TrainOnly()).manifest["counts"]["splits"]
+    did = {period: counts["behaviors"] for period, counts in whole.items()}
+    assert did["valid"] == did["test"] == {"like": 0, "share": 0}
+    by_period = [counts["behaviors"] for counts in data.manifest["counts"]["splits"].values()]
+    assert did["train"]["like"] >= sum(counts["like"] for counts in by_period) > 0  # more items are in the catalog
 
 
 def by_id(table, column, key):

@@ -1,18 +1,23 @@
-"""The sizes of a training, by stated rules from the size of the log.
+"""Recipes: the sizes of a training, by stated rules from the size of the log, and how policies are trained with them.
 
-``recpo init`` writes them into configurations, ``recpo fit`` trains with them, and so does ``benchmarks/published.py``
-(docs/training.md). No rule names a data set: all that counts is how many events, users and items a log has, and how
-many events most users have.
+``recpo init`` writes the sizes and the first recipes into configurations, ``recpo fit`` trains all of them, and
+``benchmarks/published.py`` trains with the sizes (docs/training.md). No rule names a data set: all that counts is how
+many events, users and items a log has, and how many events most users have.
 """
 
+import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from recpo.log.inspection import LogCounts
 from recpo.log.prepared import Prepared
+from recpo.log.shaping import WatchQuantiles
 
 _LENGTHS: Final = (20, 50, 100, 200)
 _WINDOW: Final = 50  # events that the attention of a policy reads which is aligned and served
@@ -67,6 +72,21 @@ class Sizes:
         """Decay of a moving average of the weights over half an epoch, but at least 100 steps and at most 1,000."""
         averaged = float(np.clip(self.steps / self.epochs / 2, *_AVERAGED_STEPS))
         return 1 - float(f"{1 / averaged:.0e}")  # one digit
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``recpo train``, by dotted name, of pre-training as an end in itself."""
+        return {
+            "data.batch_size": self.batch_size,
+            "data.layout.init_args.history_length": self.history_length,
+            "trainer.max_epochs": self.epochs,
+            "policy.init_args.max_history": self.max_history,
+            "policy.init_args.dim": self.dim,
+            "policy.init_args.layers": self.layers,
+            "policy.init_args.dropout": self.dropout,
+            "weight_averaging.decay": self.averaging_decay,
+            "patience": self.patience,
+        }
 
 
 def sizes_of(step: str, counts: LogCounts) -> Sizes:
@@ -184,3 +204,129 @@ def _power_of_two(value: float, least: int, most: int) -> int:
     while power * 2 <= min(value, most):
         power *= 2
     return power
+
+
+#: Directories beside the configurations of ``init``, and of a fit.
+PREPARED: Final = "prepared"
+RUNS: Final = "runs"
+#: The reward model that is a factorization.
+FACTORS: Final = "factors"
+#: Recipes, by the names of their runs.
+PRETRAIN: Final = "pretrain"
+#: Pre-training as an end in itself, for logs of positives alone: wider, and for longer.
+PRETRAIN_RANKING: Final = "pretrain_ranking"
+MPO: Final = "mpo"
+GBPO: Final = "gbpo"
+VALUE_DPO: Final = "value_dpo"
+VALUE_DPO_LIKELIHOOD: Final = "value_dpo_likelihood"
+MPO_MODEL: Final = "mpo_reward_model"
+GSPO: Final = "gspo"
+#: The reward model that MPO_MODEL trains toward: it reads the features of items, users and requests.
+REWARD_MODEL: Final = "reward_model"
+
+#: Recipes whose policies are also tilted.
+TILTED: Final = (PRETRAIN, PRETRAIN_RANKING, MPO, MPO_MODEL)
+_LEAST_RECIPES: Final = 2
+_LEAST_STEPS: Final = 20
+
+
+class Recipe(NamedTuple):
+    """How a policy or a reward model is trained.
+
+    Attributes:
+        configs: recpo's own configurations.
+        sizes: the kind of its contexts (``sizes_of``); None = the configuration has its sizes.
+        after: name of the run that it starts from.
+        reward: ``FACTORS`` or ``REWARD_MODEL``, which it trains toward.
+        changed: options that differ from the configurations, by dotted name.
+    """
+
+    configs: tuple[str, ...]
+    sizes: str | None
+    after: str | None = None
+    reward: str | None = None
+    changed: Mapping[str, Any] = MappingProxyType({})
+
+    def options(self, root: Path, counts: LogCounts, label: str, share: float = 1.0) -> dict[str, Any]:
+        """The options that differ from the configurations, by dotted name.
+
+        Args:
+            root: the directory with the runs and the factors.
+            counts: size of the log.
+            label: class of its label.
+            share: of the full length of the training.
+        """
+        options: dict[str, Any] = {} if self.after is None else {"init_from": root / RUNS / self.after}
+        if self.reward == FACTORS:
+            options["reward.init_args.factors"] = root / FACTORS
+        if self.reward == REWARD_MODEL:
+            arguments = {"run": str(root / RUNS / REWARD_MODEL), "calibrated": False}
+            options["reward"] = json.dumps({"class_path": "LearnedReward", "init_args": arguments})
+        if self.configs == (GBPO,) and label != WatchQuantiles.__name__:  # no ranks, of which a quarter is positive
+            options["advantage.init_args.positive_fraction"] = None
+        return {**options, **self.changed, **self._sized(counts, share)}
+
+    def full_length(self, counts: LogCounts) -> int:
+        """Optimizer steps for a log of this size; with patience, training stops after about half of its epochs."""
+        steps = sizes_of(self.sizes or "gbpo", counts).steps
+        return steps // 2 if self.sizes == "ranking" else steps
+
+    def _sized(self, counts: LogCounts, share: float) -> dict[str, Any]:
+        """The options that follow from the size of the log and the length of the training."""
+        if self.sizes is None:
+            return {}
+        sizes = sizes_of(self.sizes, counts)
+        options = sizes.options
+        if self.sizes != "ranking":
+            longest = sizes.max_history if self.sizes == "mpo" else sizes.history_length
+            options = {"data.batch_size": sizes.batch_size, "data.layout.init_args.history_length": longest}
+            options["trainer.max_epochs"] = sizes.epochs
+            if self.after is None:
+                options |= {"policy.init_args.dim": sizes.dim, "policy.init_args.max_history": sizes.max_history}
+                options["policy.init_args.attention_length"] = sizes.history_length
+        most = sizes.max_steps if share >= 1 else max(_LEAST_STEPS, round(share * self.full_length(counts)))
+        return options if most is None else {**options, "trainer.max_steps": most}
+
+
+RECIPES: Final[Mapping[str, Recipe]] = {
+    PRETRAIN: Recipe(("pretrain",), "pretrain"),
+    MPO: Recipe(("mpo",), "mpo", PRETRAIN, FACTORS),
+    # its probabilities spread farther over the catalog than the grades of a factorization, which are shrunk to their
+    # mean: at the temperature of mpo.yaml, lists leave more of what the log supports (docs/features.md)
+    MPO_MODEL: Recipe(("mpo",), "mpo", PRETRAIN, REWARD_MODEL, {"objective.init_args.temperature": 0.05}),
+    GBPO: Recipe(("gbpo",), "gbpo", PRETRAIN),
+    VALUE_DPO: Recipe(("preference_lists", "value_dpo"), "gbpo", PRETRAIN),
+    # with features, what a list compares also moves items in no list: the likelihood holds them (docs/features.md)
+    VALUE_DPO_LIKELIHOOD: Recipe(
+        ("preference_lists", "value_dpo_kuairand"),
+        "gbpo",
+        PRETRAIN,
+        changed={"objective.init_args.nll_coef": 0.1, "optimizer.init_args.weight_decay": 1.0},
+    ),
+    GSPO: Recipe(("on_policy", "gspo"), "mpo", PRETRAIN, FACTORS),
+    REWARD_MODEL: Recipe(("features_reward_model",), None),
+    PRETRAIN_RANKING: Recipe(("published_catalog",), "ranking", changed={"optimizer.init_args.lr": 0.002}),
+}
+
+
+class Recipes(NamedTuple):
+    """Recipes to train, and which share of their full length is enough to train them all."""
+
+    names: Sequence[str]
+    enough: float = 0.5
+
+
+def recipes_of(wanted: Sequence[str], spare: Sequence[str] = ()) -> list[Recipes]:
+    """What to train, the most wanted first: all at full length, all that are wanted, and without the last ones.
+
+    Args:
+        wanted: the most promising recipe first.
+        spare: recipes that promise no more than these.
+    """
+    least = min(_LEAST_RECIPES, len(wanted))
+    kept = [Recipes(wanted[:number]) for number in range(len(wanted), least - 1, -1)]
+    return [Recipes([*wanted, *spare], 1.0), *kept] if spare else kept
+
+
+#: A log of positives alone: where not even half of the long training fits, the short one is better.
+POSITIVES: Final = (Recipes([PRETRAIN_RANKING, PRETRAIN]), Recipes([PRETRAIN_RANKING]), Recipes([PRETRAIN]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from recpo.log.inspection import LogCounts
-from recpo.training.sizes import sizes_of
+from recpo.training.recipes import sizes_of
 
 STEPS = ("pretrain", "gbpo", "mpo", "ranking", "semantic")
 SPARSE = LogCounts(events=198_502, users=22_363, items=12_101, requests=153_776, events_per_user=12, days=None)
