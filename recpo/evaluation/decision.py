@@ -215,16 +215,15 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     place = max(sure or [0], key=lambda one: worth(policies[one]))
     policy, gain, p_value = policies[place], test.gains[place], test.p_values[place]
     by = "" if best is baselines[0] else " by estimated reward"
-    baseline = f"the strongest baseline{by}, {best.name},"
+    baseline, known = f"{best.name}, the strongest baseline{by},", test.said(place)
     if sure:
-        told = by_reward and len(sure) > 1 and math.isfinite(policy.reward)
-        why = f", of {len(sure)} policies the one with the highest estimated reward," if told else ""
         unless = "" if test is tests[0] else f", where {criterion} cannot tell"
-        reason = f"{policy.name}{why} beats {baseline} by {test.said(place)}{unless}"
+        told = by_reward and len(sure) > 1 and math.isfinite(policy.reward)
+        why = f"; of the {len(sure)} policies that do, it has the highest estimated reward" if told else ""
+        reason = f"{policy.name} beats {baseline} by {known}{unless}{why}"
     else:
-        beyond = " beyond doubt" if place in allowed or p_value > LEVEL else " without a lower estimated reward"
-        reason = f"no policy beats {baseline}{beyond}: {policy.name}, the best one, differs by {test.said(place)}, "
-        reason += "so the baseline ships"
+        beyond = "beyond doubt" if place in allowed or p_value > LEVEL else "without a lower estimated reward"
+        reason = f"no policy beats {baseline} {beyond}, so it ships: {policy.name}, the best policy, differs by {known}"
     ships = policy.name if sure else best.name
     return Choice(ships, best.name, policy.name, test.measure, gain, p_value, reason, standings)
 

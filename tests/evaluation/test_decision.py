@@ -49,7 +49,7 @@ def test_a_policy_that_is_surely_better_than_the_strongest_baseline_ships():
     assert (found.name, found.standings[0].name, found.strongest_baseline) == ("mpo", "mpo", "als")
     assert found.p_value <= 0.05
     assert found.gain.mean == pytest.approx(0.05, abs=0.02)
-    assert "mpo beats the strongest baseline, als" in found.reason
+    assert "mpo beats als, the strongest baseline, by +0.0" in found.reason
 
 
 def test_without_a_sure_gain_the_baseline_ships_and_the_reason_says_so():
@@ -58,7 +58,7 @@ def test_without_a_sure_gain_the_baseline_ships_and_the_reason_says_so():
     found = choose([measured("als", shared, baseline=True), *policies], "AUC_mixed")
     assert found.name == "als"
     assert found.policy.startswith("run-")
-    assert "no policy beats" in found.reason
+    assert "no policy beats als, the strongest baseline, beyond doubt, so it ships" in found.reason
     assert choose([measured("als", shared, baseline=True)], "AUC_mixed").name == "als"
 
 
@@ -103,7 +103,7 @@ def test_of_policies_that_pass_the_one_with_the_highest_estimated_reward_ships()
         "taste",
     )
     assert choose([als, unsure, rewarded("worse", noisy(0.5, 1), 0.9)], "AUC_mixed").policy == "unsure"
-    assert found.reason.startswith("taste, of 2 policies the one with the highest estimated reward, beats the")
+    assert found.reason.endswith("; of the 2 policies that do, it has the highest estimated reward")
     assert found.gain.mean == pytest.approx(0.1, abs=0.02)
     known = {row.name: (row.reward, row.reward_half_width) for row in found.standings}
     assert known["taste"] == pytest.approx((0.6, 0.2))
@@ -117,7 +117,7 @@ def test_the_strongest_baseline_is_the_one_with_the_highest_estimated_reward():
     tilted = rewarded("tilted", als.result.per_user["AUC_mixed"] + noisy(0.02, 3, 0.01), 0.3)
     found = choose([rules, als, tilted], "AUC_mixed")
     assert (found.standings[0].name, found.strongest_baseline, found.name) == ("rules", "als", "tilted")
-    assert "tilted beats the strongest baseline by estimated reward, als, by +0.02" in found.reason
+    assert "tilted beats als, the strongest baseline by estimated reward, by +0.02" in found.reason
     alone = choose([rules, als], "AUC_mixed")
     assert (alone.standings[0].name, alone.name) == ("rules", "als")
     unknown = [one._replace(value=None) for one in (rules, als, tilted)]
@@ -146,7 +146,7 @@ def test_by_ndcg_what_is_only_like_the_log_does_not_ship_where_rewards_are_known
     found = choose([rules, rate, imitates], "NDCG@10")
     assert (found.standings[0].name, found.strongest_baseline, found.name) == ("imitates", "rate", "rate")
     assert choose([rules, rate, imitates, liked], "NDCG@10").name == "liked"
-    assert found.reason.endswith("so the baseline ships")
+    assert found.reason.startswith("no policy beats rate, the strongest baseline by estimated reward, without a lower")
     (said,) = found.advice
     assert said.startswith("imitates has lists that are surely more like what users chose than those of rate")
     assert "test both online" in said
