@@ -88,7 +88,7 @@ class BaselinePolicy(Policy):
     def _best(self, histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
         logits = self.scores(histories) / self.temperature
         padded = F.pad(logits, (1, 0), value=-torch.inf)
-        return catalog_search.best_of_scores(padded, logits.logsumexp(1, keepdim=True), k, exclude)
+        return catalog_search.best_of_scores(padded, catalog_search.log_sum_exp(logits), k, exclude)
 
 
 class PopularityPolicy(BaselinePolicy):

@@ -24,6 +24,7 @@ KNOWN_AT_ONCE = "cpu"
 SCORE_BYTES = 64 << 20
 # The same on another device: every block costs it two dozen launches.
 SCORE_BYTES_ACCELERATOR = 1 << 30
+_PART: Final = 128  # scores that a program sums at once
 
 
 def scores_of(
@@ -79,7 +80,19 @@ def _top_k_of_one_block(
     """
     scores = scores_of(states, table, variance_columns, product)
     scores = scores.scatter(1, torch.zeros_like(scores[:, :1], dtype=torch.long), -torch.inf)
-    return best_of_scores(scores, scores.logsumexp(1, keepdim=True), k, exclude)
+    return best_of_scores(scores, log_sum_exp(scores), k, exclude)
+
+
+def log_sum_exp(scores: Tensor) -> Tensor:
+    """Log-sum-exp ``[B, 1]`` of scores ``[B, V]``, which exported programs too compute within 1e-5.
+
+    ONNX Runtime adds one float32 number after the other, so its log-sum-exp of a million nearly equal scores is wrong
+    by .002. Programs sum parts of the scores, and then the sums.
+    """
+    while torch.compiler.is_exporting() and scores.shape[1] > _PART:
+        parts = F.pad(scores, (0, -scores.shape[1] % _PART), value=-torch.inf).unflatten(1, (-1, _PART))
+        scores = parts.logsumexp(2)
+    return scores.logsumexp(1, keepdim=True)
 
 
 def best_of_scores(scores: Tensor, lse: Tensor, k: int, exclude: Tensor | None) -> Recommendations:

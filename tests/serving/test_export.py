@@ -17,6 +17,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.feedback import FeedbackDefinition
 from recpo.base.types import Histories, Recommendations
 from recpo.log.id_map import IdMap
+from recpo.policies.baseline import SequentialRulesPolicy
 from recpo.policies.catalog_softmax import CatalogSoftmaxPolicy
 from recpo.serving import export
 from recpo.serving.bundle import Bundle
@@ -180,6 +181,15 @@ def test_a_program_names_no_file_of_the_machine_that_exported_it(dot):
     program = (dot / "model.onnx").read_bytes()
     assert str(REPOSITORY).encode() not in program
     assert b"site-packages" not in program
+
+
+@pytest.mark.slow
+def test_a_large_catalog_of_nearly_equal_scores_is_normalized_exactly(tmp_path):
+    """A sum of float32, one after the other, was wrong by .0003: rules of Amazon Beauty could not be exported."""
+    policy = SequentialRulesPolicy(200_000, neighbors=1, decay=0.5, max_history=3)
+    policy.popularity.copy_(torch.rand(200_000, generator=torch.Generator().manual_seed(0)) / 1000)
+    items = IdMap(pa.array(range(200_000)))
+    export_bundle(policy.eval(), items, PolicyFacts(FEEDBACK), tmp_path / "bundle", BundleOptions(k=10))
 
 
 @pytest.fixture(scope="module")
