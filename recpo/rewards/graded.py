@@ -246,11 +246,11 @@ class Chunk(NamedTuple):
             items: rows of the items that occur, ``[len(items), d]``.
             target: ``[N]``.
         """
-        return self.of_moments(Equations(_products(items), items), target)
+        return self.of_moments(Equations(products(items), items), target)
 
     def of_items(self, users: np.ndarray, target: np.ndarray) -> Equations:
         """Equations of the items, from the rows ``[n, d]`` of the users."""
-        return self.of_moments(Equations(_products(users), users), target, of_items=True)
+        return self.of_moments(Equations(products(users), users), target, of_items=True)
 
     def of_moments(self, table: Equations, target: np.ndarray, *, of_items: bool = False) -> Equations:
         """Sums, over the events of every user or item, of a table with one row per item or user.
@@ -453,7 +453,7 @@ def finish(
     )
 
 
-# number of regressions whose full matrices are in memory at a time
+# number of regressions whose full matrices are in memory at a time: they stay in the cache
 _MATRICES: Final = 1 << 10
 
 
@@ -474,7 +474,7 @@ def no_equations(count: int, width: int) -> Equations:
     return Equations(np.zeros((count, width * (width + 1) // 2)), np.zeros((count, width)))
 
 
-def _products(rows: np.ndarray) -> np.ndarray:
+def products(rows: np.ndarray) -> np.ndarray:
     """Upper triangles ``[m, d (d + 1) / 2]`` of ``row rowᵀ``, in the order of ``np.triu_indices``."""
     width = rows.shape[1]
     products, begin = np.empty((len(rows), width * (width + 1) // 2)), 0
@@ -513,7 +513,7 @@ def solve(system: Equations, ridge: float | np.ndarray, shared: np.ndarray | Non
         shared: ``[d, d]``, added to the matrix of every regression; None = nothing.
     """
     weights = np.empty_like(system.right)
-    for part in _parts(len(weights)):
+    for part in in_cache(len(weights)):
         own = ridge[part] if isinstance(ridge, np.ndarray) and ridge.ndim == 2 else ridge
         matrices = normal_matrices(system.left[part], weights.shape[1], own, shared)
         weights[part] = np.linalg.solve(matrices, system.right[part, :, None])[..., 0]
@@ -523,10 +523,11 @@ def solve(system: Equations, ridge: float | np.ndarray, shared: np.ndarray | Non
 def inverses(left: np.ndarray, width: int, ridge: float) -> np.ndarray:
     """``(A + ridge I)^-1`` as ``[n, d, d]`` float32."""
     result = np.empty((len(left), width, width), np.float32)
-    for part in _parts(len(left)):
+    for part in in_cache(len(left)):
         result[part] = np.linalg.inv(normal_matrices(left[part], width, ridge))
     return result
 
 
-def _parts(count: int) -> Iterator[slice]:
+def in_cache(count: int) -> Iterator[slice]:
+    """So many regressions, a few at a time."""
     return (slice(begin, begin + _MATRICES) for begin in range(0, count, _MATRICES))

@@ -29,12 +29,14 @@ has too few events to tell its factors.
 Features: ``recpo.rewards.prior_features``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 
 from recpo.base.features import SIDES, FeatureSchema
 from recpo.log.feature_columns import TableSide
@@ -99,13 +101,16 @@ class Fit(NamedTuple):
 
 def moments(side: Gaussians) -> graded.Equations:
     """``E[ã ãᵀ]`` of ``ã = (factors, 1, bias)`` as upper triangles, and the means ``ã``: ``[n, d + 1]``."""
-    count, width = side.mean.shape
+    width, covariance, begin = side.mean.shape[1], side.covariance, 0
     mean = np.insert(side.mean, width - 1, 1.0, axis=1)
-    full = mean[:, :, None] * mean[:, None, :]
-    uncertain = [*range(width - 1), width]  # the 1 has no variance
-    full[np.ix_(range(count), uncertain, uncertain)] += side.covariance
-    first, second = np.triu_indices(width + 1)
-    return graded.Equations(full[:, first, second], mean)
+    products = graded.products(mean)
+    for row in range(width - 1):  # the 1 has no variance
+        end = begin + width - row
+        products[:, begin : end - 1] += covariance[:, row, row:-1]
+        products[:, end] += covariance[:, row, -1]
+        begin = end + 1
+    products[:, -1] += covariance[:, -1, -1]
+    return graded.Equations(products, mean)
 
 
 def posterior(sums: graded.Equations, prior: Prior, features: np.ndarray, noise: float) -> Gaussians:
@@ -122,7 +127,8 @@ def posterior(sums: graded.Equations, prior: Prior, features: np.ndarray, noise:
     precision = np.linalg.inv(prior.covariance)
     right = sums.right[:, :width] - full[:, :width, width] + noise * precision @ prior.mean
     right += features @ (prior.slopes @ (noise * precision))
-    inverse = np.linalg.inv(full[:, :width, :width] + noise * precision)
+    system = torch.from_numpy(full[:, :width, :width] + noise * precision)  # positive definite
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(system)).numpy()
     return Gaussians(np.einsum("nij,nj->ni", inverse, right), noise * inverse)
 
 
@@ -173,6 +179,18 @@ class Summed:
         return Prior(mean - center @ slopes, covariance, slopes)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Factorizations of small matrices by several threads take longer than by one: the threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def fit_items(
     data: Prepared,
     mean: float,
@@ -213,9 +231,13 @@ def fit_items(
         for chunk in parts():
             shown = graded.Equations(table.left[chunk.items], table.right[chunk.items])
             sums, own = chunk.of_moments(shown, chunk.grade - mean), features.of_users(chunk)
-            part = posterior(sums, users, own, noise)
-            total.add(chunk.items, chunk.of_moments(moments(part), chunk.grade - mean, of_items=True))
-            summed.add(part, own)
+            of_users = graded.no_equations(len(own), width + 1)
+            for part in graded.in_cache(len(own)):
+                shown = graded.Equations(sums.left[part], sums.right[part])
+                side = posterior(shown, users, own[part], noise)
+                of_users.left[part], of_users.right[part] = moments(side)
+                summed.add(side, own[part])
+            total.add(chunk.items, chunk.of_moments(of_users, chunk.grade - mean, of_items=True))
             squared += float(np.square(chunk.grade - mean).sum())
             events += len(chunk.grade)
         items, before = posterior(total, of_items, features.items, noise), of_items
