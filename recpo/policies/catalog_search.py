@@ -294,7 +294,7 @@ class BlockedTable(nn.Module):
         def step(lse: Tensor, block: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
             scores = self._scores(states, *block[:3])
             maxima = self._of_groups(scores)
-            lse = torch.logaddexp(lse, _log_sum_exp(scores, maxima))
+            lse = torch.logaddexp(lse, _block_log_sum_exp(scores, maxima))
             if len(block) > 3:
                 maxima = self._of_groups(torch.where(block[3], scores, -torch.inf))
             return lse, maxima
@@ -381,7 +381,7 @@ def _largest(maxima: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return groups.clamp_max(maxima.shape[1] - 1), groups < maxima.shape[1]
 
 
-def _log_sum_exp(scores: Tensor, maxima: Tensor) -> Tensor:
+def _block_log_sum_exp(scores: Tensor, maxima: Tensor) -> Tensor:
     """Log-sum-exp ``[B]`` of scores ``[B, R]`` whose groups have these maxima, in operators that runtimes vectorize."""
     largest = maxima.amax(1).clamp_min(torch.finfo(scores.dtype).min)  # a block of no items has -inf alone
     return (scores - largest[:, None]).exp().sum(1).log() + largest

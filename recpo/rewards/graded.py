@@ -477,12 +477,12 @@ def no_equations(count: int, width: int) -> Equations:
 def products(rows: np.ndarray) -> np.ndarray:
     """Upper triangles ``[m, d (d + 1) / 2]`` of ``row rowᵀ``, in the order of ``np.triu_indices``."""
     width = rows.shape[1]
-    products, begin = np.empty((len(rows), width * (width + 1) // 2)), 0
+    found, begin = np.empty((len(rows), width * (width + 1) // 2)), 0
     for column in range(width):
         end = begin + width - column
-        np.multiply(rows[:, column, None], rows[:, column:], out=products[:, begin:end])
+        np.multiply(rows[:, column, None], rows[:, column:], out=found[:, begin:end])
         begin = end
-    return products
+    return found
 
 
 def normal_matrices(

@@ -233,8 +233,8 @@ def fit_items(
             sums, own = chunk.of_moments(shown, chunk.grade - mean), features.of_users(chunk)
             of_users = graded.no_equations(len(own), width + 1)
             for part in graded.in_cache(len(own)):
-                shown = graded.Equations(sums.left[part], sums.right[part])
-                side = posterior(shown, users, own[part], noise)
+                of_part = graded.Equations(sums.left[part], sums.right[part])
+                side = posterior(of_part, users, own[part], noise)
                 of_users.left[part], of_users.right[part] = moments(side)
                 summed.add(side, own[part])
             total.add(chunk.items, chunk.of_moments(of_users, chunk.grade - mean, of_items=True))
