@@ -525,7 +525,8 @@ def evaluation_batches(
     batch_size: int,
     reads: Reads = Reads(),  # noqa: B008  immutable
     repeats: bool | None = None,
+    max_users: int | None = None,
 ) -> Iterator[EvaluationBatch]:
     """Streams the held-out users of ``split`` with their last ``history_length`` earlier events."""
     data, rank = Prepared.open(prepared), Rank()
-    return iter(HeldOutBatches(data, split, history_length, batch_size, rank, reads=reads, repeats=repeats))
+    return iter(HeldOutBatches(data, split, history_length, batch_size, rank, max_users, reads, repeats))

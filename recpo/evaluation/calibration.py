@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -440,7 +440,8 @@ class RewardComparison:
         at_once = max(1, min(self.options.batch_size, _MOST_CANDIDATES // num_items))
 
         def batches() -> Iterator[EvaluationBatch]:
-            for batch in self._batches("test", PassOptions(batch_size=at_once, progress=self.options.progress)):
+            users = replace(self.options, batch_size=at_once)
+            for batch in self._batches("test", users):
                 exposures.append(_columns_of(batch, compared.columns))
                 yield batch
 

@@ -42,6 +42,8 @@ class PassOptions:
 
     batch_size: PositiveInt = 512
     """users scored at once, or fewer if the items of so many users would not fit into memory"""
+    max_users: PositiveInt | None = None
+    """number of held-out users, evenly spaced, if the period has more; null = all"""
     progress: bool = False
     """show progress bars on a terminal"""
 
@@ -97,6 +99,12 @@ class RankingOptions(ValueOptions):
         validate_ks(self.ks)
 
 
+def held_out_users(data: Prepared, split: HeldOut, most: int | None = None) -> int:
+    """Number of users of a period, at most ``most``; None = all."""
+    users = sum(int(shard["users"]) for shard in data.manifest["shards"][split])
+    return users if most is None else min(users, most)
+
+
 def held_out_batches(
     data: Prepared,
     split: HeldOut,
@@ -119,10 +127,11 @@ def held_out_batches(
         title: label of the progress bar.
         repeats: whether lists may have items of the past; None = as the data say.
     """
-    users = sum(shard["users"] for shard in data.manifest["shards"][split])
+    users = held_out_users(data, split, options.max_users)
     hidden = None if options.progress else True  # None: hidden if there is no terminal
     with tqdm(total=users, desc=title, unit="user", disable=hidden, leave=False) as bar:
-        for batch in evaluation_batches(data, split, max_history, options.batch_size, reads, repeats):
+        batches = evaluation_batches(data, split, max_history, options.batch_size, reads, repeats, options.max_users)
+        for batch in batches:
             yield on_device(batch, device)
             bar.update(len(batch.exclude))
 
@@ -238,7 +247,7 @@ class HeldOutPass:
         candidates, others = self.ranking.candidates, self.ranking.new_items_among
         width = (0 if candidates is None else candidates.most_unavailable) + (0 if others is None else len(others))
         users = users or max(1, min(self.options.batch_size, _EXCLUDED_AT_ONCE // max(1, width)))
-        options = PassOptions(batch_size=users, progress=self.options.progress)
+        options = PassOptions(batch_size=users, max_users=self.options.max_users, progress=self.options.progress)
         split, reads = self.options.split, Reads(behaviors=bool(self.data.behaviors)) | recommender.reads
         length, title = recommender.max_history, f"evaluate {name}"
         return held_out_batches(self.data, split, length, reads, options, self.device, title, self.repeats)

@@ -5,7 +5,7 @@ The items that a user never saw are drawn by hashes (``mixed_bits``), so nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -151,18 +151,19 @@ def unseen_auc(scores: Tensor, of_unseen: Tensor, targets: Targets, unseen: Tens
     return {"AUC_unseen": found.float(), "AUC_mixed": mixed.float()}
 
 
-def mixed_auc(batch: EvaluationBatch, num_items: int, score: Callable[[Tensor], Tensor]) -> Tensor:
-    """``AUC_mixed`` ``[B]`` of a batch of held-out users, without items that must not be listed.
+def mixed_aucs(batch: EvaluationBatch, num_items: int, models: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+    """``AUC_mixed`` ``[models, B]`` float64 of a batch of held-out users, without items that must not be listed.
 
     Args:
         batch: the users.
         num_items: V.
-        score: ``[B, N]`` of items ``[B, N]``, where 0 pads.
+        models: each gives the scores ``[B, N]`` of items ``[B, N]``, where 0 pads.
     """
     targets, unseen = held_out_targets(batch).without(batch.exclude), unseen_items(batch, num_items)
-    shown = targets.item_ids.shape[1]
-    scores = score(torch.cat([targets.item_ids, unseen], 1))
-    return unseen_auc(scores[:, :shown], scores[:, shown:], targets, unseen)["AUC_mixed"]
+    items, shown = torch.cat([targets.item_ids, unseen], 1), targets.item_ids.shape[1]
+    scores = (model(items) for model in models)
+    aucs = [unseen_auc(one[:, :shown], one[:, shown:], targets, unseen)["AUC_mixed"] for one in scores]
+    return torch.stack(aucs).double()
 
 
 def auc(scores: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

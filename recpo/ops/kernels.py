@@ -53,6 +53,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if torch.compiler.is_exporting() else torch.autocast(device.type, enabled=False)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Factorizations of small matrices by several threads take longer than by one: the threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 # ---------------------------------------------------------------- products
 def _onednn_available() -> bool:
     """Whether the operator that ``torch.compile`` itself uses for oneDNN products exists and works."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from recpo.base.contracts import DotProductPolicy, Policy
 from recpo.base.errors import RecpoError, validate_range
 from recpo.base.features import FeatureSchema
-from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, Slates
+from recpo.base.types import Features, FeedbackBatch, Histories, Recommendations, SamplingOptions, ScoringPlan, Slates
 from recpo.ops.kernels import without_autocast
 from recpo.ops.linear_logprob import linear_logprob
 from recpo.policies import catalog_search, sampling
@@ -27,6 +27,7 @@ from recpo.policies.grade_factors import GradeFactors, GradeFactorsOptions, vali
 from recpo.policies.sampling import HISTORIES_AT_ONCE, planned_items, prefixes, scoring_plan, spread
 
 T = TypeVar("T")
+_LOGITS_AT_ONCE = 1 << 18  # 1 MiB
 
 
 class PolicyWithBase(Policy):
@@ -108,7 +109,73 @@ class PolicyWithBase(Policy):
         self.reads_timestamps, self.reads_item_features = base.reads_timestamps, base.reads_item_features
 
 
-class TiltedPolicy(PolicyWithBase):
+class _ExactlyTilted(PolicyWithBase):
+    """A policy that tilts a base which scores the whole catalog.
+
+    Within ``caching_histories``, the scores of all items by the base and by the scorer are computed once: ``[B, V]``
+    each, so batches must be small if the catalog is large.
+    """
+
+    base: DotProductPolicy
+
+    @abstractmethod
+    def _all_scores(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        """Logits of the base and scores of the scorer after the complete histories, ``[B, V]`` each."""
+
+    def kl_from_base(self, histories: Histories) -> Tensor:
+        """See ``PolicyWithBase.kl_from_base``; exact over the catalog."""
+        return self._sums(histories)[1]
+
+    def _kept(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        return self._cached(lambda: self._all_scores(histories), histories)
+
+    def _pieces(self, base: Tensor, scores: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Logits of a few rows at a time, which stay in the cache, and which rows these are."""
+        size = max(1, _LOGITS_AT_ONCE // self.num_items)
+        for begin in range(0, len(base), size):
+            rows = slice(begin, begin + size)
+            yield rows, torch.add(base[rows], scores[rows], alpha=1 / self.temperature)
+
+    def _sums(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp of the logits, and ``KL(pi || base)``: ``[B]`` each."""
+        return self._cached(lambda: self._summed(histories), histories, self.temperature)
+
+    @torch.no_grad()
+    def _summed(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        base, scores = self._kept(histories)
+        of_base, sums = self._cached(lambda: base.logsumexp(1), histories, "base"), list[tuple[Tensor, Tensor]]()
+        for rows, logits in self._pieces(base, scores):
+            most = logits.amax(1, keepdim=True)
+            weights = logits.sub_(most).exp_()
+            total = weights.sum(1)
+            sums.append((total.log() + most[:, 0], weights.mul_(scores[rows]).sum(1) / total))
+        lse, mean = (torch.cat(column) for column in zip(*sums, strict=True))
+        return lse, mean / self.temperature - lse + of_base
+
+    def _kept_lists(self, histories: Histories, k: int, exclude: Tensor | None) -> Recommendations:
+        """``recommend`` from the scores that were kept."""
+        lse, lists = self._sums(histories)[0][:, None], list[Recommendations]()
+        for rows, logits in self._pieces(*self._kept(histories)):
+            logits = F.pad(logits, (1, 0), value=-torch.inf)
+            out = None if exclude is None else exclude[rows]
+            lists.append(catalog_search.best_of_scores(logits, lse[rows], k, out))
+        return Recommendations(*(torch.cat(column) for column in zip(*lists, strict=True)))
+
+    def _kept_log_prob(self, batch: FeedbackBatch, plan: ScoringPlan) -> Tensor:
+        """Log-probabilities ``[P]`` of the plan's items, all after the complete histories, from what was kept."""
+        context = (plan.rows // (batch.histories.item_ids.shape[1] + 1))[plan.states]
+        base, scores = (of[context, planned_items(plan, batch.slates) - 1] for of in self._kept(batch.histories))
+        return base + scores / self.temperature - self._sums(batch.histories)[0][context]
+
+    def _is_kept(self, batch: FeedbackBatch, plan: ScoringPlan) -> bool:
+        """Whether scores are kept, and all items are scored after the complete histories, as in an evaluation."""
+        if self._cache is None:
+            return False
+        width = batch.histories.item_ids.shape[1] + 1
+        return bool((plan.rows % width == batch.histories.lengths[plan.rows // width]).all())
+
+
+class TiltedPolicy(_ExactlyTilted):
     """``base(i | h) exp(grade(h, i) / temperature)``, normalized exactly, of a base that is a ``DotProductPolicy``.
 
     With the state ``[state / base temperature; p / temperature; 1 / temperature]`` and the item vector ``[vector; q;
@@ -154,6 +221,8 @@ class TiltedPolicy(PolicyWithBase):
     def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
         """See ``Policy.log_prob``."""
         plan = scoring_plan(batch, needed)
+        if self._is_kept(batch, plan):
+            return spread(plan, self._kept_log_prob(batch, plan))[..., None]
         states, targets = self._states_at(batch.histories, plan.rows), planned_items(plan, batch.slates)
         if self.factors.options.lower_bound:
             logp = self._bounded_log_prob(states, targets, plan.state_index)
@@ -164,6 +233,8 @@ class TiltedPolicy(PolicyWithBase):
     def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
         """See ``Policy.recommend``. If ``B x V`` is large, the catalog is scored in blocks."""
         catalog_search.validate_list_length(k, self.num_items)
+        if self._cache is not None:
+            return self._kept_lists(histories, k, exclude)
         states, table = self.last_states(histories), self.output_vectors()
         return catalog_search.top_k(states, table, k, exclude, self.factors.variance_columns)
 
@@ -183,15 +254,12 @@ class TiltedPolicy(PolicyWithBase):
         ids, logp = (torch.cat(column) for column in zip(*drawn, strict=True))
         return ids, logp[..., None]
 
-    @torch.no_grad()
-    def kl_from_base(self, histories: Histories) -> Tensor:
-        """``KL(pi || base)`` in nats after the complete history, exact over the catalog: ``[B]``."""
-        states, own = self.last_states(histories), self.base.dim
-        table, parts = self.base.output_vectors()[1:], []
-        for part, scores in zip(states.split(self._contexts_at_once), self._scores(states), strict=True):
-            logp, base = scores.log_softmax(1), (part[:, :own] @ table.T).log_softmax(1)
-            parts.append((logp.exp() * (logp - base)).sum(1))
-        return torch.cat(parts)
+    def _all_scores(self, histories: Histories) -> tuple[Tensor, Tensor]:
+        states, users = self._read(histories)
+        of_items, columns = self.factors.item_vectors()[1:], self.factors.variance_columns
+        with without_autocast(states.device):
+            base = catalog_search.product(states.float(), self.base.output_vectors()[1:].float())
+            return base, catalog_search.scores_of(self.factors.tilt(users, 1.0), of_items, columns)
 
     @property
     def _contexts_at_once(self) -> int:
@@ -218,7 +286,7 @@ class TiltedPolicy(PolicyWithBase):
     def last_states(self, histories: Histories) -> Tensor:
         """States ``[B, d]`` after the complete history."""
         readable_ids(histories, self.max_history)
-        return self._joined(*self._cached(lambda: self._read(histories), histories))
+        return self._joined(*self._read(histories))
 
     def _read(self, histories: Histories) -> tuple[Tensor, Tensor]:
         return self.base.last_states(histories.recent(self.base.max_history)), self.factors.fold_in(histories)
@@ -431,7 +499,7 @@ class RerankedProductPolicy(_Reranked):
         return scorer_states.gather(1, item_ids)
 
 
-class ProductPolicy(PolicyWithBase, BaselinePolicy):
+class ProductPolicy(_ExactlyTilted, BaselinePolicy):
     """``base(i | h) exp(score(h, i) / temperature)``, normalized: a policy tilted by the scores of a baseline.
 
     A product of experts (Hinton, Neural Computation 2002): one generalizes from embeddings, the other remembers which
@@ -465,25 +533,27 @@ class ProductPolicy(PolicyWithBase, BaselinePolicy):
         """See ``PolicyWithBase.scorer``."""
         return self.scored
 
+    def log_prob(self, batch: FeedbackBatch, needed: Tensor | None = None) -> Tensor:
+        """See ``Policy.log_prob``."""
+        plan = scoring_plan(batch, needed)
+        if self._is_kept(batch, plan):
+            return spread(plan, self._kept_log_prob(batch, plan))[..., None]
+        return super().log_prob(batch, needed)
+
+    def recommend(self, histories: Histories, k: int, exclude: Tensor | None = None) -> Recommendations:
+        """See ``Policy.recommend``."""
+        if self._cache is not None:
+            return self._kept_lists(histories, k, exclude)
+        return super().recommend(histories, k, exclude)
+
     def scores(self, histories: Histories) -> Tensor:
         """The score plus the temperature times the logits of the base."""
-        return self.scored.scores(histories) + self.temperature * self._base_logits(histories)
+        base, scores = self._all_scores(histories)
+        return scores + self.temperature * base
 
-    @torch.no_grad()
-    def kl_from_base(self, histories: Histories) -> Tensor:
-        """See ``PolicyWithBase.kl_from_base``; exact over the catalog."""
-        every, parts = torch.arange(len(histories.lengths), device=histories.lengths.device), []
-        for rows in every.split(sampling.contexts_at_once(self.num_items)):
-            part = histories.rows(rows)
-            base, tilt = self._base_logits(part), self.scored.scores(part) / self.temperature
-            logits = base + tilt
-            gain = (logits.softmax(1) * tilt).sum(1)
-            parts.append(gain - logits.logsumexp(1) + base.logsumexp(1))
-        return torch.cat(parts)
-
-    def _base_logits(self, histories: Histories) -> Tensor:
+    def _all_scores(self, histories: Histories) -> tuple[Tensor, Tensor]:
         states = self.base.last_states(histories.recent(self.base.max_history))
-        return catalog_search.product(states, self.base.output_vectors()[1:])
+        return catalog_search.product(states, self.base.output_vectors()[1:]), self.scored.scores(histories)
 
 
 def _validate_base(base: Policy) -> None:

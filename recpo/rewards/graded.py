@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Final, Literal, NamedTuple, Self
 
@@ -43,9 +43,9 @@ from recpo.rewards.factors import Factors
 # options of priors that features of items or users join
 SIDE_OPTIONS: Final = ("item_features", "item_factors", "user_features", "user_factors")
 # events in one chunk of users; a user is never split
-CHUNK_EVENTS: Final = 1 << 16
-# a period of at most so many events, some 20 MB, stays in memory between the sweeps; else each sweep reads the shards
-KEPT_EVENTS: Final = 1 << 20
+CHUNK_EVENTS: Final = 1 << 18
+# a period of at most so many events, some 50 MB, stays in memory between the sweeps; else each sweep reads the shards
+KEPT_EVENTS: Final = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,9 @@ class FactorOptions:
     warm_up: PositiveInt | None = None
     """passes before the priors are learned, for which the first factors contain no evidence; null = 3, and where a
     learned prior hardly leaves a factor, also 10. Only for variational"""
+    selection_events: PositiveInt = 500_000
+    """of a larger log, models are tried on users with so many training events, evenly spaced, and the best one is
+    fitted again to all"""
     seed: Seed = 0
     """seed of the initial item factors"""
     max_history: PositiveInt | None = None
@@ -230,6 +233,15 @@ class Chunk(NamedTuple):
     item: np.ndarray
     grade: np.ndarray
 
+    def of(self, rows: np.ndarray) -> Chunk:
+        """The events of the users ``rows``, ascending indices into ``users``."""
+        counts, inside = np.diff(self.starts), np.zeros(len(self.users), bool)
+        inside[rows] = True
+        kept = np.repeat(inside, counts)
+        present, place = np.unique(self.item[kept], return_inverse=True)
+        starts = np.append(0, np.cumsum(counts[rows])).astype(np.int32)
+        return Chunk(self.users[rows], starts, self.items[present], place.astype(np.int32), self.grade[kept])
+
     @property
     def user(self) -> np.ndarray:
         """``[N]``, indices into ``users``."""
@@ -266,6 +278,10 @@ class Chunk(NamedTuple):
         return Equations(ones @ table.left, targets @ table.right)
 
 
+#: Reads all chunks, as often as it is called.
+Parts = Callable[[], Iterator[Chunk]]
+
+
 class Items(NamedTuple):
     """``[q_i, 1]`` as ``rows [V, r + 1]``, and ``bias [V]``, float64."""
 
@@ -293,7 +309,7 @@ def chunks(
         finished(len(user))
 
 
-def repeated(parts: Callable[[], Iterator[Chunk]], finished: Callable[[int], object]) -> Callable[[], Iterator[Chunk]]:
+def repeated(parts: Parts, finished: Callable[[int], object]) -> Parts:
     """The same chunks as often as the result is called; those of a small period are only read once.
 
     Args:
@@ -318,6 +334,13 @@ def repeated(parts: Callable[[], Iterator[Chunk]], finished: Callable[[int], obj
         kept.extend(passed)
 
     return again
+
+
+def of_some_users(parts: Parts, share: float) -> Iterator[Chunk]:
+    """Chunks with a share of the users of every chunk, evenly spaced."""
+    for chunk in parts():
+        count = max(1, round(share * len(chunk.users)))
+        yield chunk.of(np.arange(count) * len(chunk.users) // count)
 
 
 def chunks_of(user: np.ndarray, item: np.ndarray, grade: np.ndarray, num_items: int) -> Iterator[Chunk]:
@@ -416,12 +439,10 @@ def mean_grade(data: Prepared, period: Period = "train") -> tuple[float, int]:
     return total / count, count
 
 
-def fit_items(
-    data: Prepared, mean: float, rank: int, ridge: float, options: FactorOptions, finished: Callable[[int], object]
-) -> Items:
-    """Item factors and biases after all sweeps."""
-    first = first_factors(data.num_items, rank, options.seed)
-    items, parts = Items(_with_one(first), np.zeros(len(first))), repeated(partial(chunks, data, finished), finished)
+def fit_items(parts: Parts, num_items: int, mean: float, rank: int, ridge: float, options: FactorOptions) -> Items:
+    """Item factors and biases after all sweeps over ``parts``."""
+    first = first_factors(num_items, rank, options.seed)
+    items = Items(_with_one(first), np.zeros(len(first)))
     for _ in range(options.sweeps):
         items = sweep(parts(), items, mean, ridge)
     return items

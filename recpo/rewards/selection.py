@@ -18,7 +18,7 @@ from recpo.log.feature_columns import TableSide
 from recpo.log.prepared import Prepared
 from recpo.rewards import graded, prior_features, variational
 from recpo.rewards.factors import Factors, plain
-from recpo.rewards.graded import SIDE_OPTIONS, FactorOptions, chunks, mean_grade
+from recpo.rewards.graded import SIDE_OPTIONS, FactorOptions, Parts, chunks, mean_grade, of_some_users, repeated
 from recpo.rewards.prior_features import CONSUMPTION_PASSES, TABLE_PASSES, PriorFeatures, UserTable
 
 _USERS_PER_BATCH: Final = 256
@@ -63,10 +63,12 @@ def fit_factors(
     passes = models * options.sweeps + 1 + TABLE_PASSES * any(joined for _, joined in priors)
     passes += CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"][options.period])
-    with tqdm(
-        total=events * passes, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True
-    ) as bar:
-        fit = _Fitting(data, mean, options, bar.update)
+    share = min(1.0, options.selection_events / events) if models > 1 and options.period == "train" else 1.0
+    total = round(events * (passes if share == 1.0 else share * passes + options.sweeps + CONSUMPTION_PASSES))
+    with tqdm(total=total, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True) as bar:
+        every = repeated(partial(chunks, data, bar.update, options.period), bar.update)
+        some = every if share == 1.0 else repeated(partial(of_some_users, every, share), bar.update)
+        fit = _Fitting(data, mean, options, some)
         first, *others = options.grid
         warm_up = options.warm_up or variational.WARM_UP
         given = options.user_factors or 0, options.item_factors or 0
@@ -106,6 +108,8 @@ def fit_factors(
         learns = not (best.setting.user_factors or best.setting.item_factors)
         if targets and learns and options.tries_late_priors and variational.is_pruned(best.model):
             best = improved([best.setting._replace(rank=first[0], warm_up=variational.LATE_WARM_UP)])
+        if share < 1.0:
+            best = _Fitting(data, mean, options, every)(best.setting)._replace(error=best.error)
         factors = best.finish(bar.update)
     facts = {"options": plain(options), "events": count, "validation_events": targets, "tried": tried}
     return replace(factors, facts=facts | {"chosen": best.facts})
@@ -157,11 +161,10 @@ class _Trial(NamedTuple):
 
 
 class _Fitting:
-    """Fits models of one mean and one set of options; features of priors are computed once."""
+    """Fits models of one mean and one set of options to some events; features of priors are computed once."""
 
-    def __init__(self, data: Prepared, mean: float, options: FactorOptions, finished: Callable[[int], object]) -> None:
-        self.data, self.mean, self.options, self.finished = data, mean, options, finished
-        self._parts = partial(chunks, data, finished, options.period)
+    def __init__(self, data: Prepared, mean: float, options: FactorOptions, parts: Parts) -> None:
+        self.data, self.mean, self.options, self._parts = data, mean, options, parts
         self._consumption = dict[int, PriorFeatures]()
 
     def __call__(self, setting: _Setting) -> _Trial:
@@ -174,10 +177,10 @@ class _Fitting:
                 of_table, rank = "user", features.num_user_columns - features.history.shape[1]
             elif setting.item_factors and features.table is not None:
                 of_table, rank = "item", features.items.shape[1]
-            fit = variational.fit_items(data, mean, rank, asked, self.finished, features, of_table=of_table)
+            fit = variational.fit_items(self._parts, data.num_items, mean, rank, asked, features, of_table=of_table)
             model = variational.plain_factors(data, fit, mean, options)
             return _Trial(setting, model, partial(variational.finish, data, model, period=options.period))
-        items = graded.fit_items(data, mean, rank, ridge, options, self.finished)
+        items = graded.fit_items(self._parts, data.num_items, mean, rank, ridge, options)
         model = graded.plain_factors(data, items, mean, ridge, options)
         return _Trial(setting, model, partial(graded.finish, data, items, model, options))
 

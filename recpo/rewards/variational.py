@@ -30,9 +30,7 @@ Features: ``recpo.rewards.prior_features``.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,6 +39,7 @@ import torch
 from recpo.base.features import SIDES, FeatureSchema
 from recpo.log.feature_columns import TableSide
 from recpo.log.prepared import Period, Prepared
+from recpo.ops.kernels import one_thread
 from recpo.policies.grade_factors import linear_in_features
 from recpo.rewards import graded
 from recpo.rewards.factors import Factors
@@ -179,53 +178,41 @@ class Summed:
         return Prior(mean - center @ slopes, covariance, slopes)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Factorizations of small matrices by several threads take longer than by one: the threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@_one_thread()
+@one_thread()
 def fit_items(
-    data: Prepared,
+    parts: graded.Parts,
+    num_items: int,
     mean: float,
     rank: int,
     options: graded.FactorOptions,
-    finished: Callable[[int], object],
     features: PriorFeatures | None = None,
     *,
     of_table: TableSide | None = None,
 ) -> Fit:
-    """All sweeps over the events of the period that ``options`` names.
+    """All sweeps over the events.
 
     Args:
-        data: prepared data.
+        parts: the events.
+        num_items: V.
         mean: mean of the grades.
         rank: maximum number of factors.
-        options: period, numbers of sweeps and seed.
-        finished: called with the number of events that were read.
+        options: numbers of sweeps and seed.
         features: what the prior means are linear in; None = nothing.
         of_table: the side whose factors are the ``rank`` components of its table (``factors_by_table``); None = both
             sides are learned.
     """
-    features = PriorFeatures.none(data.num_items) if features is None else features
-    width, start = rank + 1, graded.first_factors(data.num_items, rank, options.seed) * (of_table is None)
+    features = PriorFeatures.none(num_items) if features is None else features
+    width, start = rank + 1, graded.first_factors(num_items, rank, options.seed) * (of_table is None)
     start = start if of_table != "item" else features.items[:, -rank:]
-    items = Gaussians(np.pad(start, ((0, 0), (0, 1))), np.zeros((data.num_items, width, width)))
-    noise = grade_variance(data, mean, options.period)
+    items = Gaussians(np.pad(start, ((0, 0), (0, 1))), np.zeros((num_items, width, width)))
+    noise = grade_variance(parts(), mean)
     first = noise / _FIRST_RIDGE * np.eye(width)
     columns = features.items.shape[1], features.num_user_columns
     of_items, users = (Prior(np.zeros(width), first, np.zeros((number, width))) for number in columns)
     users, of_items = _given(users, of_items, of_table)
     before = of_items
-    parts = graded.repeated(partial(graded.chunks, data, finished, options.period), finished)
     for sweep in range(options.sweeps):
-        table, total = moments(items), graded.no_equations(data.num_items, width + 1)
+        table, total = moments(items), graded.no_equations(num_items, width + 1)
         among, summed = (Summed(width, number) for number in columns)
         squared, events = 0.0, 0
         for chunk in parts():
@@ -264,10 +251,10 @@ def factors_by_table(prior: Prior) -> Prior:
     return Prior(np.append(np.zeros(rank), prior.mean[-1]), np.diag(variances), slopes)
 
 
-def grade_variance(data: Prepared, mean: float, period: Period) -> float:
-    """Variance of the known grades of a period."""
+def grade_variance(parts: Iterator[graded.Chunk], mean: float) -> float:
+    """Variance of the known grades."""
     squared, count = 0.0, 0
-    for chunk in graded.chunks(data, period=period):
+    for chunk in parts:
         squared, count = squared + float(np.square(chunk.grade - mean).sum()), count + len(chunk.grade)
     # if all grades are equal, any noise explains the data
     return max(squared / count, 1e-6)

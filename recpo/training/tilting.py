@@ -24,6 +24,7 @@ from recpo.evaluation import Z95
 from recpo.evaluation.candidates import Candidates
 from recpo.evaluation.catalog_ranking import Ranking, RankingPass, RankingResult
 from recpo.evaluation.estimates import or_least
+from recpo.evaluation.held_out_pass import held_out_users
 from recpo.evaluation.measures import Measure, Observed, Recommender
 from recpo.evaluation.off_policy.estimators import SNIPS, OffPolicyOptions
 from recpo.evaluation.off_policy.measure import OffPolicySetting, off_policy_setting, propensity_share
@@ -263,6 +264,8 @@ def value_setting(
     return off_policy_setting(options, data, "valid", reward, [min(k, data.num_items)])
 
 
+#: scores of items that are kept for all temperatures: 64 MiB of the base, and as much of what tilts it
+_SCORES_AT_ONCE: Final = 1 << 24
 #: criteria that are ranks of held-out events, by the name of their metric
 _RANKS: Final = {"auc": "AUC_other", "auc_mixed": "AUC_mixed"}
 #: the criterion that is the NDCG of the lists of k
@@ -309,6 +312,7 @@ class TemperatureTrials:
     candidates: Candidates | None
     monitor_reward: RewardFunction | None
     batch_size: int
+    max_users: int | None
     device: torch.device
 
     def trials(
@@ -329,7 +333,7 @@ class TemperatureTrials:
         Raises:
             RecpoError: no user of the validation period gives a value for a temperature.
         """
-        users = sum(shard["users"] for shard in self.data.manifest["shards"]["valid"])
+        users = held_out_users(self.data, "valid", self.max_users)
         hidden, total = None if progress else True, users * (1 + len(temperatures))
         with tqdm(total=total, desc="tilt", unit="user", disable=hidden) as bar:
             found = self._measured(base, [math.inf], bar)
@@ -363,7 +367,10 @@ class TemperatureTrials:
             )
             for temperature, value in zip(temperatures, values, strict=True)
         ]
-        for batch in evaluation_batches(self.data.root, "valid", policy.max_history, self.batch_size, policy.reads):
+        size = max(1, min(self.batch_size, _SCORES_AT_ONCE // self.data.num_items))
+        for batch in evaluation_batches(
+            self.data.root, "valid", policy.max_history, size, policy.reads, max_users=self.max_users
+        ):
             shown = on_device(batch, self.device)
             with policy.caching_histories() if isinstance(policy, PolicyWithBase) else nullcontext():
                 for temperature, one in zip(temperatures, passes, strict=True):

@@ -14,7 +14,7 @@ from recpo.base.errors import NonNegativeFloat, PositiveFloat, RecpoError
 from recpo.evaluation.beyond_accuracy import Exposure
 from recpo.evaluation.cautions import similar_lists_warning
 from recpo.log.prepared import Prepared
-from recpo.ops import exposures
+from recpo.ops.exposures import mixed_aucs
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
 from recpo.rewards.recent_biases import with_recent_biases
@@ -157,7 +157,7 @@ def mixed_auc(models: Sequence[Factors], data: Prepared) -> Tensor:
     """
     found = []
     for batch in validation_batches(data, models[0].max_history, VALIDATION_USERS, models[0].reads):
-        grades = (partial(model.bounded_grades, batch.feedback.histories) for model in models)
-        found.append(torch.stack([exposures.mixed_auc(batch, data.num_items, one) for one in grades]).double())
+        grades = [partial(model.bounded_grades, batch.feedback.histories) for model in models]
+        found.append(mixed_aucs(batch, data.num_items, grades))
     everyone = torch.cat(found, 1) if found else torch.zeros(len(models), 0, dtype=torch.float64)
     return everyone[:, ~everyone.isnan().any(0)]

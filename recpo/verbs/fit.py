@@ -308,6 +308,7 @@ class Fit(StepOptions, ResumableVerb[Decision]):
     def _evaluate(self, steps: FitSteps, names: Sequence[str], truth: Path | str | None) -> None:
         """Evaluates contenders on the test period, once."""
         how: dict[str, Any] = {"truth": truth, "device": self.device, "progress": self.progress, "baselines": False}
+        how["max_users"] = fit_steps.MOST_USERS
         how |= {"baseline_cache": steps.root / BASELINES_DIRECTORY, "baseline_options": steps.baseline_options}
         if not propensity_share(steps.data, "test"):  # or the report would advise an option of evaluate
             how["off_policy"] = None

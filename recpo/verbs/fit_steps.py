@@ -36,7 +36,7 @@ from recpo.evaluation.contenders import (
     fitted_model,
 )
 from recpo.evaluation.decision import CRITERION, criterion_of
-from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass, RankingOptions
+from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass, RankingOptions, held_out_users
 from recpo.evaluation.off_policy.estimators import OffPolicyOptions, PropensitySource
 from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.inspection import LogCounts
@@ -70,6 +70,8 @@ ALLRANK: Final[Baseline] = "allrank"
 TILTED: Final = "tilted-"
 _ENOUGH_EVENTS: Final = 10_000  # of the validation period, to tell contenders apart
 _LARGEST_SHARE: Final = 0.25  # of the log that decides, at most
+MOST_USERS: Final = 20_000  # on whom contenders are compared
+_VALIDATED_USERS: Final = 10_000  # after an epoch
 _WITH_FEATURES: Final = "features_pretrain"
 _EASE_SHARE: Final = 0.15  # of the budget, at most: it takes the cube of the number of items
 _EASE_RATE: Final = 2e10  # operations per second, of one core
@@ -457,9 +459,8 @@ class FitSteps:
 
     @cached_property
     def _validation(self) -> HeldOutPass:
-        shown = self.options.progress
-        value = self._off_policy
-        options = RankingOptions(split="valid", ks=[self.k], off_policy=value, segments=False, progress=shown)
+        how: dict[str, Any] = {"off_policy": self._off_policy, "segments": False, "max_users": MOST_USERS}
+        options = RankingOptions(split="valid", ks=[self.k], progress=self.options.progress, **how)
         return HeldOutPass.of(self.data, options, compute_device(self.options.device))
 
     @property
@@ -541,6 +542,8 @@ class FitSteps:
         """
         options: dict[str, Any] = {"data.prepared": self.data.root, "seed": self.options.seed}
         options["data.seed"] = self.options.seed
+        if held_out_users(self.data, "valid") > _VALIDATED_USERS:
+            options["data.max_validation_users"] = _VALIDATED_USERS
         if recipe.after is None:
             # pre-training reads what there is; the configuration of the reward model reads everything
             reads_all = recipe.sizes is None

@@ -96,6 +96,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
     """options of the baselines"""
     batch_size: PositiveInt = 512
     """users scored at once"""
+    max_users: PositiveInt | None = 5000
+    """number of validation users, evenly spaced, on which temperatures are tried; null = all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,6 +241,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             candidates=candidates_of(data, "valid", None),
             monitor_reward=self.monitor_reward,
             batch_size=self.batch_size,
+            max_users=self.max_users,
             device=compute_device(self.device),
         )
 

@@ -124,6 +124,19 @@ def test_a_tilted_run_is_evaluated_beside_its_base(road, tmp_path, capfd):
     assert len(trials) == 4
 
 
+def test_temperatures_are_tried_on_some_users(road, tmp_path):
+    how = {"temperatures": [0.1], "criterion": "grade", "off_policy": OffPolicyOptions(resamples=20)}
+    data = (road.root / "base", road.root / "factors", road.prepared)
+    some = recpo.tilt(*data, out=tmp_path / "some", temperature=0.1, max_users=30, **how)
+    every = recpo.tilt(*data, out=tmp_path / "every", temperature=0.1, max_users=None, **how)
+    assert some.trials[1].grade != every.trials[1].grade
+    on_valid = recpo.evaluate(road.prepared, [tmp_path / "some"], split="valid", ks=[10], max_users=30)
+    (found,) = (one for one in on_valid.document["contenders"] if one["name"] == "some")
+    assert found["counts"]["users"] == 30
+    assert found["metrics"]["NDCG@10"]["mean"] == pytest.approx(some.trials[1].ndcg, abs=1e-6)
+    assert found["metrics"]["AUC_mixed"]["mean"] == pytest.approx(some.trials[1].auc_mixed, abs=1e-6)
+
+
 def test_a_run_may_be_tilted_by_a_lower_bound_of_the_grade(road, tmp_path):
     names = [
         "--run",

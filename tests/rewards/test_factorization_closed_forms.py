@@ -215,7 +215,7 @@ def test_the_highest_ndcg_of_new_positives(validation):
     assert [type(one["NDCG@10"]) for one in best_on_validation(data, [best])[1]] == [float]
     ten = Fixed([list(range(10, 20))] * 2, [], asked=10)
     assert best_on_validation(SimpleNamespace(num_items=20), [ten]) == (0, [{"NDCG@10": 0.0}])
-    assert validation == [(7, 20_000)] * 4
+    assert validation == [(7, 5000)] * 4
 
 
 def test_squared_errors_on_graded_events(validation):

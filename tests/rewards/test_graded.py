@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,16 @@ from recpo.base.feedback import GRADES
 from recpo.base.types import Histories
 from recpo.rewards import graded
 from recpo.rewards.factors import Factors
-from recpo.rewards.graded import FactorOptions, Items, chunks, first_factors, mean_grade, sweep, user_weights
+from recpo.rewards.graded import (
+    FactorOptions,
+    Items,
+    chunks,
+    first_factors,
+    mean_grade,
+    of_some_users,
+    sweep,
+    user_weights,
+)
 from recpo.rewards.selection import fit_factors, validation_batches, validation_errors
 from tests.refusals import refused
 
@@ -89,7 +99,8 @@ def test_a_small_period_is_read_once_for_all_sweeps(data, method, monkeypatch):
     kept, fewest = fit_factors(data, options), len(reads)
     monkeypatch.setattr(graded, "KEPT_EVENTS", 0)
     again = fit_factors(data, options)
-    assert len(reads) - fewest == fewest + options.sweeps - 1
+    of_noise = method == "variational"  # its first value is the variance of the grades
+    assert len(reads) - fewest == fewest + options.sweeps - 1 + of_noise
     for name, tensor in kept.tensors.items():
         assert torch.equal(again.tensors[name], tensor)
 
@@ -153,6 +164,34 @@ def by_hand(data, model):
             if grade == grade:
                 squared.append((float(users[row, slates.item_ids[row, place] - 1]) - grade) ** 2)
     return sum(squared) / len(squared)
+
+
+@pytest.mark.parametrize("method", ["als", "variational"])
+def test_models_of_a_larger_log_are_tried_on_some_users_and_the_best_is_fitted_to_all(data, events, method):
+    options = FactorOptions(method=method, ranks=(3, 1), ridges=(0.5, 4.0), sweeps=3)
+    few, every = fit_factors(data, replace(options, selection_events=len(events[0]) // 3)), fit_factors(data, options)
+    again = fit_factors(data, options.of(few))  # one model, which is fitted to all events
+    for name, tensor in few.tensors.items():
+        assert torch.equal(again.tensors[name], tensor), name
+    errors = [[one["squared_error"] for one in model.facts["tried"][:2]] for model in (few, every)]
+    assert errors[0] != errors[1]
+    assert few.facts["events"] == every.facts["events"]
+
+
+def test_some_users_of_a_chunk_keep_all_of_their_events(data):
+    (whole,) = chunks(data)
+    kept = np.arange(1, len(whole.users), 3)
+    some = whole.of(kept)
+    assert some.users.tolist() == whole.users[kept].tolist()
+    for row, place in enumerate(kept):
+        own, all_of = (slice(*one.starts[at : at + 2]) for one, at in ((some, row), (whole, place)))
+        assert some.items[some.item[own]].tolist() == whole.items[whole.item[all_of]].tolist()
+        assert some.grade[own].tolist() == whole.grade[all_of].tolist()
+    assert set(some.item) == set(range(len(some.items)))
+    (third,) = of_some_users(lambda: iter([whole]), 1 / 3)
+    assert len(third.users) == round(len(whole.users) / 3)
+    assert set(third.users) <= set(whole.users)
+    assert third.users[0] == whole.users[0]
 
 
 def test_a_log_without_validation_events_leaves_nothing_to_choose(data, factors, monkeypatch):

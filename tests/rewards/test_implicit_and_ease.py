@@ -1,10 +1,12 @@
 """Implicit ALS, AllRank and EASE against dense NumPy, their fold-in and files, and what of a history they read."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_array
 
 from recpo.base.feedback import GRADES
 from recpo.base.types import Histories, Recommendations
@@ -12,7 +14,6 @@ from recpo.batches.slates import HeldOutBatches, Rank
 from recpo.ops.exposures import exposure_auc, held_out_targets, unseen_auc, unseen_items
 from recpo.policies.baseline import ImplicitPolicy, distinct_positives, options_of
 from recpo.rewards import graded, implicit as positives
-from recpo.rewards.graded import chunks
 from recpo.rewards.implicit import (
     AllRankOptions,
     EaseOptions,
@@ -23,9 +24,9 @@ from recpo.rewards.implicit import (
     fit_implicit,
     item_weights,
     open_fitted,
-    positive_chunks,
     save_fitted,
     sweep,
+    training_events,
 )
 from tests.refusals import refused
 
@@ -81,12 +82,17 @@ def dense_side(counts, other, unobserved, ridge, nu, sums=None):
     return solved
 
 
+def swept(data, graded, items, unobserved, nu):
+    events = training_events(data, graded)
+    return sweep(events, events.T.tocsr(), items, unobserved, 0.05, nu)
+
+
 @pytest.mark.parametrize("nu", [1.0, 0.5, 0.0])
 def test_a_sweep_of_implicit_als_is_the_dense_one(data, matrix, nu):
     items = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, 4))
     users = dense_side(matrix, items, 0.2, 0.05, nu)
     expected = dense_side(matrix.T, users, 0.2, 0.05, nu)
-    got = sweep(positive_chunks(data), items, 0.2, 0.05, nu, len(matrix))
+    got = swept(data, False, items, 0.2, nu)
     np.testing.assert_allclose(got, expected, atol=1e-9)
 
 
@@ -95,7 +101,7 @@ def test_a_sweep_of_allrank_is_the_dense_one(data, graded_events):
     items = np.random.default_rng(0).normal(0.0, 0.1, (data.num_items, 4))
     users = dense_side(counts, items, 0.02, 0.05, 1.0, sums)
     expected = dense_side(counts.T, users, 0.02, 0.05, 1.0, sums.T)
-    np.testing.assert_allclose(sweep(chunks(data), items, 0.02, 0.05, 1.0, len(counts)), expected, atol=1e-9)
+    np.testing.assert_allclose(swept(data, True, items, 0.02, 1.0), expected, atol=1e-9)
 
 
 def test_its_objective_never_rises(data, matrix):
@@ -110,13 +116,15 @@ def test_its_objective_never_rises(data, matrix):
     for _ in range(4):
         users = dense_side(matrix, items, 0.2, 0.05, 1.0)
         values.append(objective(users, items))
-        items = sweep(positive_chunks(data), items, 0.2, 0.05, 1.0, len(matrix))
+        items = swept(data, False, items, 0.2, 1.0)
         values.append(objective(users, items))
     assert (np.diff(values) <= 1e-9).all()
 
 
 def test_shards_and_chunks_do_not_matter(many, implicit, ease, monkeypatch):
     monkeypatch.setattr(graded, "CHUNK_EVENTS", 50)
+    monkeypatch.setattr(positives, "_PIECE", 2)
+    monkeypatch.setattr(positives, "_NUMBERS", 1)
     again = fit_implicit(many, ImplicitOptions(ranks=(3,), unobserved=(0.2,), ridges=(0.02,), sweeps=3))
     torch.testing.assert_close(again.item_factors, implicit.item_factors, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(fit_ease(many, EaseOptions(ridges=(5.0,))).weights, ease.weights)
@@ -259,6 +267,24 @@ def test_a_larger_rank_takes_the_options_of_the_first_one_and_the_next_larger_we
     assert own.items() <= max((first, *large), key=lambda one: one["NDCG@10"]).items()
 
 
+def test_models_of_a_larger_log_are_tried_on_some_users_and_the_best_is_fitted_to_all(data):
+    options = ImplicitOptions(ranks=(2, 3), unobserved=(0.1, 0.5), ridges=(0.01, 0.1), sweeps=2)
+    events = training_events(data, graded=False)
+    fewer = replace(options, selection_events=events.nnz // 3)
+    chosen, every = fit_implicit(data, fewer), fit_implicit(data, options)
+    again = fit_implicit(data, options.of(chosen))  # one model, which is fitted to all events
+    assert torch.equal(chosen.item_factors, again.item_factors)
+    assert chosen.facts["tried"][:4] != every.facts["tried"][:4]
+
+
+def test_users_with_a_share_of_the_events_are_evenly_spaced():
+    events = csr_array((np.ones(30), np.arange(30) % 4, np.repeat(np.arange(11), 2)[:21] * 3), shape=(20, 4))
+    assert (np.diff(events.indptr) > 0).tolist() == [False, True] * 10
+    assert positives._some_users(events, 9).tolist() == [1, 7, 13]
+    assert positives._some_users(events, 100).tolist() == list(range(1, 20, 2))
+    assert positives._some_users(events[:1], 5).tolist() == []
+
+
 def test_the_best_ridge_of_ease_is_kept(data):
     several = EaseOptions(ridges=(1.0, 30.0))
     ease = fit_ease(data, several)
@@ -286,15 +312,15 @@ def test_allrank_chooses_lists_only_among_models_of_a_good_order(data, monkeypat
     """Model 1 has the best lists; where model 2 orders better beyond one standard error, they do not count."""
     ndcg = [0.1, 0.3, 0.2]
 
-    def of(values):
-        def measured(model, batch, k=None):
-            noise = 0.01 * (-1.0) ** torch.arange(len(batch.user_ids))
-            return values[model.max_history - 1] + noise * (model.max_history - 1)
+    def measured(values, number, batch):
+        noise = 0.01 * (-1.0) ** torch.arange(len(batch.user_ids))
+        return values[number] + noise * number
 
-        return measured
+    def aucs(batch, num_items, scores):
+        return torch.stack([measured(order, number, batch) for number in range(3)]).double()
 
-    monkeypatch.setattr(positives, "_ndcg", of(ndcg))
-    monkeypatch.setattr(positives, "_mixed_auc", of(order))
+    monkeypatch.setattr(positives, "_ndcg", lambda model, users, batch, k: measured(ndcg, model.max_history - 1, batch))
+    monkeypatch.setattr(positives, "mixed_aucs", aucs)
     made = partial(ImplicitPolicy, 60, rank=1, unobserved=0.1, ridge=0.1, nu=1.0, graded=True)
     models = [made(max_history=number) for number in range(1, 4)]
     best, values = best_on_validation(data, models)

@@ -192,7 +192,7 @@ def dense(data, events, request):
 
 def fitted(data, features=None):
     mean, _ = mean_grade(data)
-    return mean, fit_items(data, mean, RANK, FactorOptions(sweeps=6), lambda _: None, features)
+    return mean, fit_items(partial(chunks, data), data.num_items, mean, RANK, FactorOptions(sweeps=6), features)
 
 
 def test_sweeps_are_the_dense_ones(data, dense):
@@ -324,7 +324,7 @@ def planted(monkeypatch):
 def test_planted_factors_and_noise_are_found_for_any_largest_rank(planted):
     data, mean, truth, _ = planted
     for rank in (2, 6):
-        fit = fit_items(data, mean, rank, FactorOptions(sweeps=40), lambda _: None)
+        fit = fit_items(partial(graded.chunks, data), data.num_items, mean, rank, FactorOptions(sweeps=40))
         assert fit.noise == pytest.approx(0.01, rel=0.08)
         model = variational.finish(data, plain_factors(data, fit, mean, FactorOptions()))
         found = model.scores(model.user_factors).numpy()
@@ -336,7 +336,9 @@ def test_planted_factors_and_noise_are_found_for_any_largest_rank(planted):
 
 def test_little_is_known_of_items_with_few_events(planted):
     data, mean, _, (_, item) = planted
-    model = plain_factors(data, fit_items(data, mean, 2, FactorOptions(), lambda _: None), mean, FactorOptions())
+    model = plain_factors(
+        data, fit_items(partial(graded.chunks, data), data.num_items, mean, 2, FactorOptions()), mean, FactorOptions()
+    )
     events = np.bincount(item, minlength=data.num_items)
     order = np.corrcoef(1 / events, model.factor_variance.mean(1).numpy())[0, 1]
     assert order > 0.7
@@ -363,7 +365,7 @@ def test_grades_that_are_all_equal_fit(data, monkeypatch):
     kept = list(parts)
     monkeypatch.setattr(graded, "chunks", lambda *_, **__: iter(kept))
     small = Planted(4, "", {"max_context": 9, "num_users": 9})
-    fit: Fit = fit_items(small, 0.375, 2, FactorOptions(), lambda _: None)
+    fit: Fit = fit_items(partial(graded.chunks, small), small.num_items, 0.375, 2, FactorOptions())
     model = plain_factors(small, fit, 0.375, FactorOptions())
     nobody = Histories(torch.zeros(1, 2, dtype=torch.long), torch.tensor([0]), torch.zeros(1, 2, dtype=torch.long))
     np.testing.assert_allclose(model.scores(model.fold_in(nobody)), 0.375, atol=1e-3)
@@ -373,7 +375,7 @@ def test_averages_are_factors_of_rank_0(data, events):
     """Every bias is the mean of what is left, shrunk by a variance that is learned."""
     user, item, grade = events
     mean, _ = mean_grade(data)
-    fit = fit_items(data, mean, 0, FactorOptions(sweeps=6), lambda _: None)
+    fit = fit_items(partial(graded.chunks, data), data.num_items, mean, 0, FactorOptions(sweeps=6))
     model = variational.finish(data, plain_factors(data, fit, mean, FactorOptions()))
     known = grade - model.mean - model.item_bias.double().numpy()[item]
     count = data.manifest["num_users"]
