@@ -86,7 +86,7 @@ class FactorOptions:
     learned prior hardly leaves a factor, also 10. Only for variational"""
     selection_events: PositiveInt = 500_000
     """of a larger log, models are tried on users with so many training events, evenly spaced, and the best one is
-    fitted again to all"""
+    fitted again to all. Not with als, whose best ridge depends on the number of events"""
     seed: Seed = 0
     """seed of the initial item factors"""
     max_history: PositiveInt | None = None

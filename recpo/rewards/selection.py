@@ -63,7 +63,8 @@ def fit_factors(
     passes = models * options.sweeps + 1 + TABLE_PASSES * any(joined for _, joined in priors)
     passes += CONSUMPTION_PASSES * len({number for number, _ in priors} - {0})
     events = sum(int(shard["targets"]) for shard in data.manifest["shards"][options.period])
-    share = min(1.0, options.selection_events / events) if models > 1 and options.period == "train" else 1.0
+    tries = models > 1 and options.period == "train" and options.method == "variational"
+    share = min(1.0, options.selection_events / events) if tries else 1.0
     total = round(events * (passes if share == 1.0 else share * passes + options.sweeps + CONSUMPTION_PASSES))
     with tqdm(total=total, desc="factorize", unit="event", unit_scale=True, disable=None if progress else True) as bar:
         every = repeated(partial(chunks, data, bar.update, options.period), bar.update)
