@@ -506,13 +506,9 @@ def products(rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def normal_matrices(
-    left: np.ndarray, width: int, ridge: float | np.ndarray = 0.0, shared: np.ndarray | None = None
-) -> np.ndarray:
-    """``A + shared + ridge I`` as ``[n, d, d]``; a ridge ``[n, d]`` is one for every weight of each."""
+def normal_matrices(left: np.ndarray, width: int, ridge: float | np.ndarray = 0.0) -> np.ndarray:
+    """``A + ridge I`` as ``[n, d, d]``; a ridge ``[n, d]`` is one for every weight of each."""
     matrices = np.take(left, _places(width), axis=1)  # several times as fast as two assignments to triangles
-    if shared is not None:
-        matrices += shared
     matrices.reshape(len(left), -1)[:, :: width + 1] += ridge
     return matrices
 
@@ -525,18 +521,17 @@ def _places(width: int) -> np.ndarray:
     return places
 
 
-def solve(system: Equations, ridge: float | np.ndarray, shared: np.ndarray | None = None) -> np.ndarray:
+def solve(system: Equations, ridge: float | np.ndarray) -> np.ndarray:
     """The weights ``[n, d]``; 0 where a regression has no event.
 
     Args:
         system: the equations.
         ridge: one, one for every weight ``[d]``, or those of every regression, ``[n, d]`` or ``[n, 1]``.
-        shared: ``[d, d]``, added to the matrix of every regression; None = nothing.
     """
     weights = np.empty_like(system.right)
     for part in in_cache(len(weights)):
         own = ridge[part] if isinstance(ridge, np.ndarray) and ridge.ndim == 2 else ridge
-        matrices = normal_matrices(system.left[part], weights.shape[1], own, shared)
+        matrices = normal_matrices(system.left[part], weights.shape[1], own)
         weights[part] = np.linalg.solve(matrices, system.right[part, :, None])[..., 0]
     return weights
 

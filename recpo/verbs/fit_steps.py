@@ -72,7 +72,6 @@ _ENOUGH_EVENTS: Final = 10_000  # of the validation period, to tell contenders a
 _LARGEST_SHARE: Final = 0.25  # of the log that decides, at most
 MOST_USERS: Final = 20_000  # on whom contenders are compared
 _VALIDATED_USERS: Final = 10_000  # after an epoch
-_WITH_FEATURES: Final = "features_pretrain"
 _EASE_SHARE: Final = 0.15  # of the budget, at most: it takes the cube of the number of items
 _EASE_RATE: Final = 2e10  # operations per second, of one core
 _TRAINING_SHARE: Final = 0.6  # of the time that is left goes to the first training of every recipe
@@ -531,7 +530,7 @@ class FitSteps:
         """The configurations; where the data have features of the items, pre-training reads them."""
         names = list(recipe.configs)
         if recipe.after is None and recipe.sizes is not None and self.data.feature_schema.item:
-            names.append(_WITH_FEATURES)
+            names.append("features_pretrain")
         return [configurations() / f"{name}.yaml" for name in names]
 
     def options_of(self, recipe: recipes.Recipe) -> dict[str, Any]:
@@ -540,8 +539,8 @@ class FitSteps:
         Args:
             recipe: what is trained; at its full length, while no effort is decided.
         """
-        options: dict[str, Any] = {"data.prepared": self.data.root, "seed": self.options.seed}
-        options["data.seed"] = self.options.seed
+        options: dict[str, Any] = {"data.prepared": self.data.root}
+        options |= dict.fromkeys(("seed", "data.seed"), self.options.seed)
         if held_out_users(self.data, "valid") > _VALIDATED_USERS:
             options["data.max_validation_users"] = _VALIDATED_USERS
         if recipe.after is None:
