@@ -263,8 +263,9 @@ def training_events(data: Prepared, graded: bool) -> csr_array:
     user, item, target = (np.concatenate(column) for column in zip(*parts, strict=True))
     order, size = np.argsort(user, kind="stable"), (int(data.manifest["num_users"]), data.num_items)
     starts = np.append(0, np.cumsum(np.bincount(user, minlength=size[0])))
+    index = np.int32 if len(user) < 2**31 else np.int64  # scipy takes the larger type of places and starts for both
     # made of rows, because entries of the same place would be added up otherwise
-    return csr_array((target[order].astype(np.float32), item[order].astype(np.int32), starts), shape=size)
+    return csr_array((target[order].astype(np.float32), item[order].astype(index), starts.astype(index)), shape=size)
 
 
 def _some_users(events: csr_array, most: int) -> np.ndarray:
