@@ -55,6 +55,7 @@ from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed, vali
 from recpo.base.types import EvaluationBatch
 from recpo.log.prepared import Prepared
 from recpo.ops.exposures import mixed_aucs
+from recpo.ops.kernels import one_thread
 from recpo.ops.ranking import is_member, ndcg, ranked_hits
 from recpo.policies import catalog_search
 from recpo.policies.baseline import EasePolicy, ImplicitPolicy, options_of
@@ -320,6 +321,7 @@ def sweep(
     return _side(of_items, users, unobserved, ridge, nu)
 
 
+@one_thread()
 def _side(events: csr_array, others: np.ndarray, unobserved: float, ridge: float, nu: float) -> np.ndarray:
     """The factors of all rows, given those of the columns; 0 without an event.
 
@@ -328,7 +330,9 @@ def _side(events: csr_array, others: np.ndarray, unobserved: float, ridge: float
     """
     counts, factors = np.diff(events.indptr), np.zeros((events.shape[0], others.shape[1]))
     shared, order = unobserved * others.T @ others, np.argsort(counts, kind="stable")
-    padded = np.pad(others, ((0, 1), (0, 0)))
+    padded = torch.from_numpy(
+        np.pad(others, ((0, 1), (0, 0)))
+    )  # NumPy's threads wait for each other where cores are shared
     scaled = ridge * (counts + unobserved * events.shape[1]) ** nu
     for block in _blocks(counts[order], others.shape[1]):
         rows = order[block]
@@ -339,9 +343,9 @@ def _side(events: csr_array, others: np.ndarray, unobserved: float, ridge: float
             places = np.arange(begin, min(begin + _PIECE, int(counts[rows].max())))
             inside = places < counts[rows, None]
             places = np.where(inside, events.indptr[rows, None] + places, 0)
-            known = padded[np.where(inside, events.indices[places], -1)]
-            left += known.transpose(0, 2, 1) @ known
-            right += (np.where(inside, events.data[places], 0.0)[:, None] @ known)[:, 0]
+            known = padded[torch.from_numpy(np.where(inside, events.indices[places], len(others)))]
+            left += (known.mT @ known).numpy()
+            right += np.einsum("nl,nld->nd", np.where(inside, events.data[places], 0.0), known.numpy())
         for row, matrix, vector in zip(rows, left, right, strict=True):  # a third of the time of torch.linalg
             factors[row] = dposv(matrix.T, vector, overwrite_a=1, overwrite_b=1)[1]
     return factors
