@@ -330,9 +330,8 @@ def _side(events: csr_array, others: np.ndarray, unobserved: float, ridge: float
     """
     counts, factors = np.diff(events.indptr), np.zeros((events.shape[0], others.shape[1]))
     shared, order = unobserved * others.T @ others, np.argsort(counts, kind="stable")
-    padded = torch.from_numpy(
-        np.pad(others, ((0, 1), (0, 0)))
-    )  # NumPy's threads wait for each other where cores are shared
+    # products by torch: NumPy's threads wait for each other where cores are shared
+    padded = torch.from_numpy(np.pad(others, ((0, 1), (0, 0))))
     scaled = ridge * (counts + unobserved * events.shape[1]) ** nu
     for block in _blocks(counts[order], others.shape[1]):
         rows = order[block]
