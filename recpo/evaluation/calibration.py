@@ -440,8 +440,7 @@ class RewardComparison:
         at_once = max(1, min(self.options.batch_size, _MOST_CANDIDATES // num_items))
 
         def batches() -> Iterator[EvaluationBatch]:
-            users = replace(self.options, batch_size=at_once)
-            for batch in self._batches("test", users):
+            for batch in self._batches("test", replace(self.options, batch_size=at_once)):
                 exposures.append(_columns_of(batch, compared.columns))
                 yield batch
 

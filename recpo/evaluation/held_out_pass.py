@@ -247,7 +247,7 @@ class HeldOutPass:
         candidates, others = self.ranking.candidates, self.ranking.new_items_among
         width = (0 if candidates is None else candidates.most_unavailable) + (0 if others is None else len(others))
         users = users or max(1, min(self.options.batch_size, _EXCLUDED_AT_ONCE // max(1, width)))
-        options = PassOptions(batch_size=users, max_users=self.options.max_users, progress=self.options.progress)
+        options = replace(self.options, batch_size=users)
         split, reads = self.options.split, Reads(behaviors=bool(self.data.behaviors)) | recommender.reads
         length, title = recommender.max_history, f"evaluate {name}"
         return held_out_batches(self.data, split, length, reads, options, self.device, title, self.repeats)

@@ -55,7 +55,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Factorizations of small matrices by several threads take longer than by one: the threads wait for each other."""
+    """Work on many small matrices takes longer by several threads than by one: they wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

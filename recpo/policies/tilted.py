@@ -113,7 +113,7 @@ class _ExactlyTilted(PolicyWithBase):
     """A policy that tilts a base which scores the whole catalog.
 
     Within ``caching_histories``, the scores of all items by the base and by the scorer are computed once: ``[B, V]``
-    each, so batches must be small if the catalog is large.
+    each, so batches must be small if the catalog is large. ``kl_from_base`` needs both at any time.
     """
 
     base: DotProductPolicy
@@ -261,14 +261,10 @@ class TiltedPolicy(_ExactlyTilted):
             base = catalog_search.product(states.float(), self.base.output_vectors()[1:].float())
             return base, catalog_search.scores_of(self.factors.tilt(users, 1.0), of_items, columns)
 
-    @property
-    def _contexts_at_once(self) -> int:
-        return sampling.contexts_at_once(self.num_items)
-
     def _scores(self, states: Tensor) -> Iterator[Tensor]:
         """Scores ``[n, V]`` of all items, a few contexts at a time."""
         table = self.output_vectors()[1:]
-        for part in states.split(self._contexts_at_once):
+        for part in states.split(sampling.contexts_at_once(self.num_items)):
             with without_autocast(states.device):
                 scores = catalog_search.scores_of(
                     part.float(), table, self.factors.variance_columns, catalog_search.product

@@ -526,7 +526,7 @@ def solve(system: Equations, ridge: float | np.ndarray) -> np.ndarray:
 
     Args:
         system: the equations.
-        ridge: one, one for every weight ``[d]``, or those of every regression, ``[n, d]`` or ``[n, 1]``.
+        ridge: one, one for every weight ``[d]``, or those of every regression, ``[n, d]``.
     """
     weights = np.empty_like(system.right)
     for part in in_cache(len(weights)):

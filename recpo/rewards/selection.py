@@ -43,7 +43,7 @@ def fit_factors(
     with the best one of all. Then the features of the users are tried as their factors, and those of the items as
     theirs. If the factors of the best model say little, the first rank is fitted once more with a prior that is learned
     later, which prunes less (``recpo.rewards.variational``). The result is the model of the training period.
-    ``Factors.facts`` has all errors.
+    ``Factors.facts`` has all errors; of a larger log, those of models of some users (``selection_events``).
 
     Args:
         data: prepared data.

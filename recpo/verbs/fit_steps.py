@@ -539,8 +539,8 @@ class FitSteps:
         Args:
             recipe: what is trained; at its full length, while no effort is decided.
         """
-        options: dict[str, Any] = {"data.prepared": self.data.root}
-        options |= dict.fromkeys(("seed", "data.seed"), self.options.seed)
+        seed = self.options.seed
+        options: dict[str, Any] = {"data.prepared": self.data.root, "seed": seed, "data.seed": seed}
         if held_out_users(self.data, "valid") > _VALIDATED_USERS:
             options["data.max_validation_users"] = _VALIDATED_USERS
         if recipe.after is None:
