@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from threadpoolctl import threadpool_limits
 
 from recpo.artifacts.checksums import seal
 from tests.sharding.ranks import Ranks
@@ -25,6 +26,7 @@ settings.load_profile("recpo")
 # the suite runs on shared two-core machines: more threads than cores per worker only get in each other's way
 THREADS = max(1, (os.cpu_count() or 1) // max(1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 torch.set_num_threads(THREADS)
+threadpool_limits(THREADS, "blas")  # of NumPy and SciPy
 os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the processes that tests start
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell did that: what tests start would, too
     signal.signal(signal.SIGINT, signal.default_int_handler)

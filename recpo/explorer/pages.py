@@ -75,7 +75,7 @@ class Pages:
 
     def overview(self) -> str:
         """The answer, a picture, and where to go."""
-        return self._page("overview.html.jinja", "Overview", here="/", **self._overview())
+        return self._page("overview.html.jinja", title="Overview", here="/", **self._overview())
 
     def users(self, search: str, order: str, other: str | None) -> str:
         """Users that a search finds, or that are first in an order."""
@@ -88,7 +88,7 @@ class Pages:
             chosen = self.survey.ordered(order, place, _USERS)
             rows = self._rows([int(self.survey.users[row]) for row in chosen], place)
         content = {"rows": rows, "order": order, "orders": ORDERS, "search": search, "other": self.names[place]}
-        return self._page("users.html.jinja", "Users", here="/users", metrics=self._user_metrics, **content)
+        return self._page("users.html.jinja", title="Users", here="/users", metrics=self._user_metrics, **content)
 
     def user(self, user: int) -> str | None:
         """One user: the lists side by side, then what the user did; None = there is no such user."""
@@ -101,7 +101,7 @@ class Pages:
         place = self._place(other)
         found = self.catalog.search(search) if search else self._moved(order, place, _ITEMS)
         content = {"order": order, "orders": ITEM_ORDERS, "search": search, "other": self.names[place]}
-        return self._page("items.html.jinja", "Items", here="/items", rows=self.item_rows(found), **content)
+        return self._page("items.html.jinja", title="Items", here="/items", rows=self.item_rows(found), **content)
 
     def item(self, index: int) -> str | None:
         """One item: who gets it, what is near it, where its codes are; None = there is no such item."""
@@ -138,7 +138,7 @@ class Pages:
         content = {**anchored._overview(), "change": anchored.change(), "people": people, "things": things}
         content |= {"rows": anchored._rows(users, self._place(None)), "metrics": self._user_metrics}
         served = None if self.traffic is None else anchored.served()
-        return anchored._page("static.html.jinja", "Lists", served=served, **content)
+        return anchored._page("static.html.jinja", title="Lists", here="", served=served, **content)
 
     @property
     def names(self) -> list[str]:
@@ -348,15 +348,13 @@ class Pages:
 
     def _part(self, part: str, title: str, shown: Mapping[str, Any], here: str = "") -> str:
         """A page of one part, by the name of its macro."""
-        return self._page("part.html.jinja", title, here, part=part, shown=shown)
+        return self._page("part.html.jinja", title=title, here=here, part=part, shown=shown)
 
-    def _page(self, template: str, title: str, here: str = "", **content: Any) -> str:
+    def _page(self, template: str, **content: Any) -> str:
         return (
             _environment()
             .get_template(template)
             .render(
-                title=title,
-                here=here,
                 source=self.source,
                 names=self.names,
                 address=self.address,

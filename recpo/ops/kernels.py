@@ -53,17 +53,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if torch.compiler.is_exporting() else torch.autocast(device.type, enabled=False)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Work on many small matrices takes longer by several threads than by one: they wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 # ---------------------------------------------------------------- products
 def _onednn_available() -> bool:
     """Whether the operator that ``torch.compile`` itself uses for oneDNN products exists and works."""

@@ -18,6 +18,7 @@ users by items times a matrix of items by ``d (d + 1) / 2`` numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -26,6 +27,7 @@ from typing import Final, Literal, NamedTuple, Self
 import numpy as np
 import torch
 from scipy.sparse import csr_array
+from threadpoolctl import ThreadpoolController
 
 from recpo.base.errors import (
     NonNegativeFloat,
@@ -385,6 +387,27 @@ def sweep(parts: Iterator[Chunk], items: Items, mean: float, ridge: float) -> It
         total.add(chunk.items, chunk.of_items(_with_one(users[:, :-1]), target))
     weights = solve(total, ridge)
     return Items(_with_one(weights[:, :-1]), weights[:, -1])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Work on many small matrices takes longer by several threads than by one: they wait for each other.
+
+    Where other processes use the cores, too, it can take ten times as long. Holds for PyTorch, NumPy and SciPy.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with _linear_algebra().limit(limits=1):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@lru_cache
+def _linear_algebra() -> ThreadpoolController:
+    """The BLAS libraries of this process."""
+    return ThreadpoolController().select(user_api="blas")
 
 
 def first_factors(num_items: int, rank: int, seed: int) -> np.ndarray:

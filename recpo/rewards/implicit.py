@@ -55,12 +55,11 @@ from recpo.base.errors import PositiveFloat, PositiveInt, RecpoError, Seed, vali
 from recpo.base.types import EvaluationBatch
 from recpo.log.prepared import Prepared
 from recpo.ops.exposures import mixed_aucs
-from recpo.ops.kernels import one_thread
 from recpo.ops.ranking import is_member, ndcg, ranked_hits
 from recpo.policies import catalog_search
 from recpo.policies.baseline import EasePolicy, ImplicitPolicy, options_of
 from recpo.rewards.factors import plain
-from recpo.rewards.graded import chunks, mean_grade
+from recpo.rewards.graded import chunks, mean_grade, one_thread
 from recpo.rewards.selection import close_to_best, validation_batches
 
 #: A policy that is fitted, and kept with an evaluation in one safetensors file with a checksum.
@@ -330,8 +329,7 @@ def _side(events: csr_array, others: np.ndarray, unobserved: float, ridge: float
     """
     counts, factors = np.diff(events.indptr), np.zeros((events.shape[0], others.shape[1]))
     shared, order = unobserved * others.T @ others, np.argsort(counts, kind="stable")
-    # products by torch: NumPy's threads wait for each other where cores are shared
-    padded = torch.from_numpy(np.pad(others, ((0, 1), (0, 0))))
+    padded = np.pad(others, ((0, 1), (0, 0)))
     scaled = ridge * (counts + unobserved * events.shape[1]) ** nu
     for block in _blocks(counts[order], others.shape[1]):
         rows = order[block]
@@ -342,9 +340,9 @@ def _side(events: csr_array, others: np.ndarray, unobserved: float, ridge: float
             places = np.arange(begin, min(begin + _PIECE, int(counts[rows].max())))
             inside = places < counts[rows, None]
             places = np.where(inside, events.indptr[rows, None] + places, 0)
-            known = padded[torch.from_numpy(np.where(inside, events.indices[places], len(others)))]
-            left += (known.mT @ known).numpy()
-            right += np.einsum("nl,nld->nd", np.where(inside, events.data[places], 0.0), known.numpy())
+            known = np.take(padded, np.where(inside, events.indices[places], len(others)), 0)
+            left += known.mT @ known
+            right += np.einsum("nl,nld->nd", np.where(inside, events.data[places], 0.0), known)
         for row, matrix, vector in zip(rows, left, right, strict=True):  # a third of the time of torch.linalg
             factors[row] = dposv(matrix.T, vector, overwrite_a=1, overwrite_b=1)[1]
     return factors

@@ -39,7 +39,6 @@ import torch
 from recpo.base.features import SIDES, FeatureSchema
 from recpo.log.feature_columns import TableSide
 from recpo.log.prepared import Period, Prepared
-from recpo.ops.kernels import one_thread
 from recpo.policies.grade_factors import linear_in_features
 from recpo.rewards import graded
 from recpo.rewards.factors import Factors
@@ -178,7 +177,7 @@ class Summed:
         return Prior(mean - center @ slopes, covariance, slopes)
 
 
-@one_thread()
+@graded.one_thread()
 def fit_items(
     parts: graded.Parts,
     num_items: int,

@@ -156,13 +156,14 @@ class Fit(StepOptions, ResumableVerb[Decision]):
         """Runs the missing steps, decides, evaluates, exports and reports."""
         root = Path(self.out)
         with self._directory(root):
-            steps = FitSteps(root, self)
-            understood, truth, again = self._prepare(steps)
+            steps, given = FitSteps(root, self), self._given()
+            understood, again = self._prepare(steps, given)
             for text in understood:
                 steps.say(text)
             self._compare(steps, twice=again is not None)
             choice = choose(steps.measured, steps.criterion, steps.k)
             steps.say(choice.reason)
+            truth = given.root if self.truth is None and isinstance(given, Simulation) else self.truth
             self._evaluate(steps, choice.tested, truth)
             final = steps if again is None else self._remake(steps, again, choice.name)
             self._export(steps, final, choice.name)
@@ -195,16 +196,23 @@ class Fit(StepOptions, ResumableVerb[Decision]):
                     shutil.rmtree(root, ignore_errors=True)
                 raise
 
-    def _prepare(self, steps: FitSteps) -> tuple[list[str], Path | str | None, Prepare | None]:
+    def _given(self) -> pa.Table | list[str] | Prepared | Simulation:
+        """What ``log`` names: files or a frame, or what is in a directory of prepared data or of a simulation."""
+        if isinstance(self.log, Prepared | Simulation):
+            return self.log
+        if isinstance(self.log, str | Path) and kind_of(self.log) in ("prepared", "simulation"):
+            return cast(Prepared | Simulation, load(self.log))
+        return source_of(self.log, "log")
+
+    def _prepare(
+        self, steps: FitSteps, given: pa.Table | list[str] | Prepared | Simulation
+    ) -> tuple[list[str], Prepare | None]:
         """Prepares the log.
 
         Returns:
-            What it found in the log, in sentences; the directory of the truth; and the preparation on all events, to
-            make the chosen contender again; None = it ships as it was evaluated.
+            What it found in the log, in sentences; and the preparation on all events, to make the chosen contender
+            again; None = it ships as it was evaluated.
         """
-        given, truth = self.log, self.truth
-        if isinstance(given, str | Path) and kind_of(given) in ("prepared", "simulation"):
-            given = cast(Prepared | Simulation, load(given))
         if isinstance(given, Prepared):
             if self.repeats not in (None, given.repeats):
                 raise RecpoError(
@@ -214,13 +222,11 @@ class Fit(StepOptions, ResumableVerb[Decision]):
                     field="repeats",
                 )
             steps.data = given
-            return [f"prepared data in {given.root}"], truth, None
+            return [f"prepared data in {given.root}"], None
         if isinstance(given, Simulation):
-            truth = truth or given.root
             log = [str(one) for one in (given.log, given.items, given.users) if one]
         else:
-            source = source_of(given, "log")
-            log = source if isinstance(source, list) else [self._saved_frame(steps.root, source)]
+            log = given if isinstance(given, list) else [self._saved_frame(steps.root, given)]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
         options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found, steps.root), **tables}
@@ -231,7 +237,7 @@ class Fit(StepOptions, ResumableVerb[Decision]):
         if split != verb.split:
             understood.append(f"small log: decided by {_changed(verb.split, split)}")
         again: dict[str, Any] = {"repeats": steps.data.repeats, "idle_days": steps.data.idle_days, "split": TrainOnly()}
-        return understood, truth, replace(verb, out=steps.root / fit_steps.FINAL / recipes.PREPARED, **again)
+        return understood, replace(verb, out=steps.root / fit_steps.FINAL / recipes.PREPARED, **again)
 
     @staticmethod
     def _prepared(steps: FitSteps, verb: Prepare) -> Prepared:

@@ -100,7 +100,7 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
         """Makes the codes, then writes the directory."""
         kmeans, out = self.part(ResidualKMeans), Path(self.out)
         data = Prepared.open(self.prepared)
-        items, device = data.item_ids(), compute_device(self.device)
+        items = data.item_ids()
         source = self.vectors
         if isinstance(source, ArrowStream | Mapping):
             source = sources.VectorsFromFrame(source)
@@ -118,7 +118,7 @@ class Tokenize(ResidualKMeans, WritingVerb[Codes]):
                 kmeans,
                 collisions=self.collisions,
                 earlier=None if self.extends is None else Path(self.extends),
-                device=device,
+                device=compute_device(self.device),
                 seed=self.seed,
                 on_stage=bar.update,
             )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 
 from recpo.base.feedback import GRADES
 from recpo.base.types import Histories
@@ -278,3 +279,15 @@ def test_a_log_without_grades_is_refused(data, monkeypatch):
 def test_options_out_of_range_are_refused(options, refusal):
     with refused(*refusal):
         FactorOptions(**options)
+
+
+def test_one_thread_holds_for_every_library():
+    def threads():
+        libraries = [one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"]
+        return [torch.get_num_threads(), *libraries]
+
+    before = threads()
+    assert len(before) > 1
+    with graded.one_thread():
+        assert set(threads()) == {1}
+    assert threads() == before
