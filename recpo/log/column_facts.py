@@ -363,7 +363,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     ),
     LogColumns.LABEL: (
         *("rating", "ratings", "score", "stars", "overall", "grade", "reviewscore", "label", "target", "reward"),
-        *("outcome", "response", "success", "relevance"),
+        *("outcome", "response", "success", "relevance", "vote"),
         *("watchratio", "playedratiopct", "playedratio", "completion", "completionrate", "longview", "feedback"),
         *("percentwatched", "watchedpercent", "watchpercent", "pctwatched", "watchedpct", "completedpct", "progress"),
         *("progresspct", "progresspercent", "percentcomplete", "percentcompleted", "points"),

@@ -11,7 +11,10 @@ _CONVERSIONS: Final = ("conversion", "converted")
 BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "click": ("click", "clicked", "clk"),
     "complete": ("complete", "completed", "finish", "finished"),
-    "like": ("like", "liked", "superlike", "superliked", "thumbsup", "upvote", "recommend", "recommended"),
+    "like": (
+        *("like", "liked", "superlike", "superliked", "thumbsup", "upvote", "recommend", "recommended"),
+        *("helpful", "useful"),
+    ),
     "follow": ("follow", "followed", "subscribe", "subscribed"),
     "share": ("share", "shared", "forward", "forwarded"),
     "comment": ("comment", "commented"),
@@ -30,10 +33,11 @@ BEHAVIORS: Final[dict[str, tuple[str, ...]]] = {
     "contact": ("contact", "contacted", "message", "messaged", "reply", "replied"),
     "accept": ("accept", "accepted", "redeem", "redeemed"),
     "cook": ("cook", "cooked"),
+    "attend": ("attend", "attended", "attendance"),
 }
 
 #: What users come for; a label of it is worth more than one of clicks, if there are enough.
-CONVERSIONS: Final = ("purchase", "book", "apply", "enroll", "contact", "accept", "download", "cook")
+CONVERSIONS: Final = ("purchase", "book", "apply", "enroll", "contact", "accept", "download", "cook", "attend")
 ENOUGH_CONVERSIONS: Final = 1_000
 
 #: Columns that state the kind of event of a row.
@@ -98,7 +102,7 @@ _OTHER_KINDS: Final = {
     "decline": {
         *("pass", "passed", "skip", "skipped", "reject", "rejected", "decline", "declined", "ignore", "ignored"),
         *("dismiss", "dismissed", "nope", "left", "swipeleft", "noaction", "noclick", "noresponse", "noreply"),
-        "unanswered",
+        *("unanswered", "noshow"),
     },
     # what was offered, unless it is what was bought
     "delivery": {"delivered", "received"},

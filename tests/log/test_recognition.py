@@ -54,7 +54,7 @@ def test_the_unit_that_a_name_says(name, unit):
         ("duration", ["episode_minutes", "trackLengthMs", "video_duration"]),
         (
             "label",
-            ["rating", "Book-Rating", "movie_stars", "percent_watched", "feedback", "Rating (1-5)", "play_count"],
+            ["rating", "Book-Rating", "movie_stars", "percent_watched", "feedback", "Rating (1-5)", "plays", "vote"],
         ),
         ("dislike", ["is_hate", "thumbs_down", "disliked", "hidden"]),
     ],
@@ -83,6 +83,7 @@ def test_names_in_every_spelling(role, names):
         (["click", "view"], ["view"], {"click": 1.0}),
         (["seen", "applied"], ["seen"], {"applied": 1.0}),
         (["push_delivered", "push_opened"], ["push_delivered"], {"push_opened": 1.0}),
+        (["attended", "cancelled", "no_show"], ["cancelled", "no_show"], {"attended": 1.0}),
     ],
 )
 def test_kinds_of_events_by_their_texts(texts, offered, grades):
@@ -358,6 +359,7 @@ _BOUGHT, _KEPT = {"addtocart": 0.5, "transaction": 1.0}, {"cart": 0.5, "purchase
         ({"share": [0, 1] * 20, "bought": [True] * 40}, "share", {"purchase": "bought"}),
         ({"liked": [0, 1] * 20, "finished": [True, False] * 20}, "finished", {"like": "liked"}),
         ({"liked": ["yes", "no"] * 20}, FlagColumn("liked", "yes"), {}),
+        ({"was_helpful": ["yes", "no", None, None] * 10}, FlagColumn("was_helpful", "yes"), {}),
         ({"skipped": [0, 1] * 20}, FlagColumn("skipped", ("0", "false", "False", "FALSE")), {}),
         ({"skipped": [True, False] * 20, "saved": [0, 1] * 20}, "saved", {}),
         ({"event": ["Impression", "click"] * 20}, FlagColumn("event", "click"), {}),
