@@ -120,7 +120,7 @@ class Choice(NamedTuple):
                 f"{self.policy} has lists that are surely more like what users chose than those of "
                 f"{self.strongest_baseline}, whose estimated reward is higher: test both online."
             ]
-        needed = math.ceil(gain.n * (gain.half_width / gain.mean) ** 2) if gain.mean else 0
+        needed = math.ceil(gain.n * (gain.half_width / gain.mean) ** 2) if gain.mean > 0 else 0
         enough = f" It takes about {needed:,} such users to see a difference of this size." if needed > gain.n else ""
         differs = f"{gain.mean:+.4f}".replace("-", "\u2212")
         return [
@@ -181,9 +181,10 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     ``AUC_mixed`` has the power to tell a policy from a baseline, but it also rewards what was likely to be shown. So
     the strongest baseline is the one with the highest estimated reward, and of the policies that pass, the one with the
     highest estimated reward ships: it is noisier, and it estimates what people gain. Where no reward is known, both are
-    the best ones by the criterion. ``NDCG@k`` with known rewards, where hardly a user has both a positive and another
-    exposure, rewards the imitation of the log, and lists that people like less may have more of it: a policy must also
-    have an estimated reward that is not below that of the baseline.
+    the best ones by the criterion. A policy that some baseline beats by the criterion beyond doubt, and the strongest
+    one by estimated reward, does not ship: neither measure speaks for it. ``NDCG@k`` with known rewards, where hardly a
+    user has both a positive and another exposure, rewards the imitation of the log, and lists that people like less may
+    have more of it: a policy must also have an estimated reward that is not below that of the baseline.
 
     Args:
         measured: the contenders on the same users.
@@ -209,7 +210,12 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
         return Choice(best.name, best.name, None, criterion, None, None, reason, standings)
     tests = _tests([by_name[row.name] for row in policies], by_name[best.name], criterion, k)
     least = worth(best) if by_reward and criterion != CRITERION else -math.inf
-    allowed = [place for place, row in enumerate(policies) if worth(row) >= least]
+    behind = _behind([by_name[row.name] for row in policies], by_name[baselines[0].name], criterion)
+    allowed = [
+        place
+        for place, row in enumerate(policies)
+        if worth(row) >= least and not (by_reward and behind[place] and worth(row) < worth(best))
+    ]
     passed = [[place for place in allowed if test.p_values[place] <= LEVEL] for test in tests]
     test, sure = next((both for both in zip(tests, passed, strict=True) if both[1]), (tests[0], []))
     place = max(sure or [0], key=lambda one: worth(policies[one]))
@@ -228,6 +234,13 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     return Choice(ships, best.name, policy.name, test.measure, gain, p_value, reason, standings)
 
 
+def _behind(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str) -> list[bool]:
+    """Which policies are below a baseline by the criterion beyond doubt."""
+    weights = baseline.result.precision.get(criterion)
+    gains = [estimate(one.result.differences(baseline.result, criterion), weights) for one in policies]
+    return [one.mean < -_BEYOND_DOUBT * one.half_width for one in gains]
+
+
 def _tests(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str, k: int) -> list[_Test]:
     """The tests of ``choose``, in their order."""
     by_user = [(criterion, [one.result.differences(baseline.result, criterion) for one in policies])]
@@ -242,7 +255,7 @@ def _tests(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str, k
         p_values = adjusted_p_values(joined, of_users)
         gains = [estimate(column, of_users) for column in columns]
         if found:  # what is surely below by the criterion does not pass
-            lost = [one.mean < -_BEYOND_DOUBT * one.half_width for one in found[0].gains]
+            lost = _behind(policies, baseline, criterion)
             p_values = [1.0 if below else one for below, one in zip(lost, p_values, strict=True)]
         over = "users" if of_users is None else "users, weighted by precision"
         found.append(_Test(measure, over, gains, p_values))

@@ -438,10 +438,15 @@ def plain_name(name: str) -> str:
     return "".join(kept or words(name))
 
 
+def is_called_id(name: str) -> bool:
+    """Whether a name ends as that of an id."""
+    said = words(name)
+    return len(said) > 1 and said[-1] in _IDS
+
+
 def is_id_of_something(name: str) -> bool:
     """Whether a name ends as that of an id, and not of what items have in common or what happens to them."""
-    said = words(name)
-    return len(said) > 1 and said[-1] in _IDS and may_be_id(name)
+    return is_called_id(name) and may_be_id(name)
 
 
 def may_be_id(name: str) -> bool:

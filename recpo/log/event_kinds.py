@@ -47,7 +47,10 @@ EVENT_KINDS: Final = (
 )
 
 #: Beginnings of kinds of events that take something back.
-_UNDONE: Final = ("remove", "delete", "cancel", "return", "refund", "unlike", "unsave", "unfollow", "unsubscribe")
+_UNDONE: Final = (
+    *("remove", "delete", "cancel", "return", "refund", "unlike", "unsave", "unfollow", "unsubscribe", "uninstall"),
+    *("churn", "lost", "expire", "withdraw"),
+)
 
 #: Flags of events that the user did not want, and their values for all others: numbers, booleans, texts of files.
 SKIPS: Final = ("skip", "skipped", "bounce", "bounced")
@@ -180,11 +183,13 @@ def event_kind(text: str) -> str | None:
 def outcome_grades(texts: Sequence[str]) -> dict[str, float]:
     """Grade of each kind of event that is no offer: 1; where there are conversions, other outcomes have half of theirs.
 
+    Kinds that are not known, such as ``scroll`` or ``bounce``, have a grade only if no other followed.
     Grades are by value in simulated shops: of a view, a cart and a purchase 0, 0.5 and 1 give policies that are worth
     more, by the probability of a purchase, than 0, 1 and 1, and as much as 0, 0 and 1 (docs/your_own_log.md).
     """
     offered = offers(texts)
     outcomes = [text for text in texts if text not in offered]
+    outcomes = [text for text in outcomes if event_kind(text) in BEHAVIORS] or outcomes
     bought = [text for text in outcomes if event_kind(text) in CONVERSIONS]
     return {text: 0.5 if bought and text not in bought else 1.0 for text in outcomes}
 

@@ -206,13 +206,16 @@ def _flag(raw: ir.Table, column: str) -> ir.BooleanColumn:
 def outcomes(events: ir.Table) -> ir.Table:
     """Of a user's events with an item on one UTC day, the one with the highest label; the first one of several.
 
-    For logs in which an exposure and what followed have rows of their own, such as a view and a purchase.
+    For logs in which an exposure and what followed have rows of their own, such as a view and a purchase. A dislike
+    that followed stays.
     """
     same = [events[name] for name in (LogColumns.USER_ID, LogColumns.ITEM_ID)]
     day = events[LogColumns.TIMESTAMP] // schema.MILLISECONDS_PER_DAY
     # not desc(): Ibis takes one direction per column, and the label is also a key of the order of time
     order = [(-events[Derived.VALUE]).asc(nulls_first=False), *time_order(events)]
-    ranked = events.mutate(place=ibis.row_number().over(group_by=[*same, day], order_by=order))
+    disliked = events[LogColumns.DISLIKE].any().over(group_by=[*same, day])
+    place = ibis.row_number().over(group_by=[*same, day], order_by=order)
+    ranked = events.mutate(place=place, **{LogColumns.DISLIKE: disliked})
     return ranked.filter(ranked.place == 0).drop("place")
 
 

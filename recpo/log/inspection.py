@@ -41,12 +41,14 @@ _AT_THE_END: Final = 0.01  # of the duration, before its end or after
 _YEAR: Final = 365.0  # days
 _CENTURY: Final = 100 * _YEAR  # a log that spans it has numbers that are no times, which `prepare` refuses
 _HELD_OUT_DAYS: Final = 0.2  # of the events, at most, where periods of more than a day are held out
-_MOSTLY_NEW: Final = 0.5  # of held-out ratings: from this share of new users on, days say little of users who are known
+MOSTLY_NEW: Final = 0.5  # of held-out events: from this share of new users on, days say little of users who are known
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: Held-out events of a user that can be compared, where nine tenths of the users have fewer events than so many.
 _COMPARED, _SHORT, _LARGEST_VALID = 2, 8, 0.4
 #: A 0 that is so frequent, and so much more than the next number, of a scale of at least so many, is no rating.
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
+#: Times of snapshots, and the share of what people have that they have at the next time, too.
+_LEAST_TIMES, _MOST_TIMES, _KEPT = 3, 120, 0.8
 #: Words for ratings.
 _RATINGS: Final = ("rating", "ratings", "stars", "score", "scores", "overall", "points", "grade")
 #: What stands for "not rated" where it is far from all other numbers.
@@ -189,21 +191,21 @@ class Inspection(Recognition):
         """How the log is split, in the time zone that its times state."""
         days, time = self.counts.days, self.column(LogColumns.TIMESTAMP)
         if days is None:
-            return self._last_out("there is no clock")
+            return self.last_out("there is no clock")
         if days < 3:
-            return self._last_out(f"the log has {days:.1f} days, fewer than periods of days need")
+            return self.last_out(f"the log has {days:.1f} days, fewer than periods of days need")
         is_watched = self.column(LogColumns.WATCH_TIME) is not None
         if days > _YEAR and self.label.class_name == "NumericColumn" and not is_watched:
-            return self._last_out(
+            return self.last_out(
                 f"ratings over {days:,.0f} days: few users return after months; TemporalSplit where yours do"
             )
         each, by_day = max(1, min(14, round(days / 15))), np.cumsum(self.counts.by_day)
         while each > 1 and len(by_day) > 2 * each and by_day[2 * each - 1] > _HELD_OUT_DAYS * by_day[-1]:
             each -= 1  # a log that grows has most of its events at its end
         new = self.counts.new_share(2 * each)
-        if new > _MOSTLY_NEW and self._is_rated:
-            why = f"{new:.0%} of the ratings of the last {2 * each} days are of users without earlier ones"
-            return self._last_out(why)
+        if new > MOSTLY_NEW:
+            why = f"{new:.0%} of the events of the last {2 * each} days are of users without earlier ones"
+            return self.last_out(why)
         options, begin = {"valid_days": each, "test_days": each}, f"the log has {days:,.0f} days"
         timezone = None if time is None else _timezone(self.sample.table[time])
         if timezone is None:
@@ -213,13 +215,25 @@ class Inspection(Recognition):
             "TemporalSplit", {**options, "timezone": timezone}, f"{begin}; the time zone is that of most times"
         )
 
-    @property
-    def _is_rated(self) -> bool:
-        """Whether users say how good an event was with a number."""
-        rated = isinstance(self.source(LogColumns.LABEL), str) and self.label.class_name == "NumericColumn"
-        return rated and self.column(LogColumns.WATCH_TIME) is None
+    @cached_property
+    def has_snapshots(self) -> bool:
+        """Whether rows say at a few times what people have, as holdings by month: nearly all are there again next time.
 
-    def _last_out(self, why: str) -> Choice:
+        Nobody chose these again.
+        """
+        pair = [name for role in (LogColumns.USER_ID, LogColumns.ITEM_ID) if (name := self.column(role)) is not None]
+        time = self.column(LogColumns.TIMESTAMP)
+        if time is None or len(pair) < 2 or self.label.class_name != "EveryEvent":
+            return False
+        rows = self.sample.table.select([*pair, time]).drop_null()
+        order = pc.rank(rows[time], tiebreaker="dense").to_numpy()
+        if not _LEAST_TIMES <= order.max(initial=0) <= _MOST_TIMES:
+            return False
+        who, what = (rows[name].combine_chunks().dictionary_encode().indices.to_numpy() for name in pair)
+        key = (who.astype(np.int64) * (what.max() + 1) + what) * (_MOST_TIMES + 2) + order.astype(np.int64)
+        return bool(np.isin(key[order < order.max()] + 1, key).mean() >= _KEPT)
+
+    def last_out(self, why: str) -> Choice:
         """Each user's last event; of graded events a share, to compare what a user liked with what the user did not."""
         if self.label.class_name == "EveryEvent":
             return Choice("LeaveLastOut", {}, f"{why}: each user's last event is the test")
@@ -359,10 +373,11 @@ class _Moments(NamedTuple):
 
 
 def _label_of_values(flag: FlagColumn) -> Choice:
+    rest = "0 for other known values"
     if flag.grades:
-        why = f"{' and '.join(f'{grade:g} for {text}' for text, grade in flag.grades.items())}, 0 for other values"
+        why = f"{' and '.join(f'{grade:g} for {text}' for text, grade in flag.grades.items())}, {rest}"
         return Choice("NumericColumn", {"low": 0, "high": 1}, f"of `{flag.column}`: {why}")
-    return Choice("BinaryColumn", {}, f"1 where `{flag.column}` is {' or '.join(flag.values)}, 0 for other values")
+    return Choice("BinaryColumn", {}, f"1 where `{flag.column}` is {' or '.join(flag.values)}, {rest}")
 
 
 def _timezone(values: pa.ChunkedArray) -> str | None:
@@ -408,7 +423,8 @@ def _scale(numbers: np.ndarray, kind: str) -> tuple[float, float]:
     """The ends of a rating's scale.
 
     A common scale that the values reach, else the smallest and largest value. Where few of many are far larger than
-    most, as numbers of plays are, all others would be next to 0: there, the largest tenth is the end.
+    most, as numbers of plays are, all others would be next to 0: there, the largest tenth is the end. Of how often
+    something happened, mostly never and else once, once is the end.
     """
     least, most = float(numbers.min()), float(numbers.max())
     for low, high in _SCALES:
@@ -417,6 +433,8 @@ def _scale(numbers: np.ndarray, kind: str) -> tuple[float, float]:
         if low <= least and most <= high and (most == high or (kind == "number" and high == 1)):
             return low, high
     above = numbers[numbers > least]
+    if kind == "whole" and least == 0 and 2 * len(above) < len(numbers) and np.median(above) == 1:
+        return 0.0, 1.0
     if least >= 0 and most > _SKEW * np.median(above) and len(np.unique(numbers)) > FEW:
         return least, float(f"{np.quantile(above, _LARGE):.4g}")
     return least, most

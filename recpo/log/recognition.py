@@ -36,6 +36,10 @@ _MATRIX: Final = (
     "rows of a user, an item and a rating: write frame.melt(id_vars=[USER], var_name='item_id', value_name='rating')"
     ".dropna() of pandas, without the numbers that mean that nothing was rated"
 )
+#: Beginning of the doubt about a log without feedback.
+UNLABELED: Final = "no column says how good an event was"
+#: Words for what became of something, which may be feedback.
+_STAGES: Final = frozenset({"status", "state", "stage", "result", "outcome", "resolution", "decision"})
 _NO_TIME: Final = (
     "no column has times, so the events of each user are put into a random order (time_unit none): the order of the "
     "rows may be that of the items; if a column orders the events, pass --columns.timestamp NAME"
@@ -62,6 +66,12 @@ class Finding:
     def column(self) -> str:
         """The log's name of the column."""
         return name_of(self.source)
+
+    @property
+    def said(self) -> str:
+        """The column, and which of its values count."""
+        values = self.source.values if isinstance(self.source, FlagColumn) else ()
+        return f"{self.column} ({' or '.join(map(str, values))})" if values else self.column
 
 
 @dataclass(frozen=True)
@@ -555,13 +565,16 @@ class _Recognizer:
                     f"`{own.name}` ({own.evidence}) has one value, and no column says how good other events "
                     f"were: where a missing value means no {behavior}, write 0, and it becomes the label"
                 ]
-        others = [one for one in rest if one.is_number and one.distinct > 1] or [one for one in rest if one.texts[1:]]
+        free = [one for one in rest if not column_facts.is_called_id(one.name)]
+        stages = [one for one in free if one.texts[1:] and not _STAGES.isdisjoint(column_facts.words(one.name))]
+        numbers = [one for one in free if one.is_number and one.distinct > 1]
+        others = [*stages, *numbers] or [one for one in free if one.texts[1:]]
         shown = ", ".join(f"`{one.name}` ({one.evidence})" for one in others[:5])
         remedy = "if one is feedback, pass --columns.watch_time, --columns.label or --columns.dislike NAME"
         said = f"others: {shown}: {remedy}" if shown else "the log has no other column that could say it"
         return [
-            "no column says how good an event was, so every event has the same label: a policy can imitate what users "
-            f"open, but it cannot be aligned with what they like; {said}"
+            f"{UNLABELED}, so every event has the same label: a policy can imitate what users open, but it cannot be "
+            f"aligned with what they like; {said}"
         ]
 
 

@@ -17,7 +17,7 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import RecpoError
 from recpo.base.feedback import FEEDBACK_KINDS
-from recpo.base.frames import Frame
+from recpo.base.frames import Frame, some_of
 from recpo.evaluation.contenders import BASELINES_DIRECTORY
 from recpo.evaluation.decision import CRITERIA, Choice, choose
 from recpo.evaluation.estimates import as_json
@@ -25,10 +25,11 @@ from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report.parts import TESTED, decision_report
 from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.csv_files import CsvFormat
-from recpo.log.inspection import Inspection, inspect_log
+from recpo.log.inspection import MOSTLY_NEW, Inspection, inspect_log
 from recpo.log.prepared import Prepared
+from recpo.log.recognition import UNLABELED
 from recpo.log.schema import PERIODS, Columns
-from recpo.log.splits import TrainOnly
+from recpo.log.splits import LeaveLastOut, TemporalSplit, TrainOnly
 from recpo.serving.bundle import Bundle
 from recpo.training import recipes
 from recpo.training.recipes import Recipes, recipes_of
@@ -38,7 +39,7 @@ from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
 from recpo.verbs.fit_search import search
 from recpo.verbs.fit_steps import FitSteps, StepOptions, deciding_split, place_of
-from recpo.verbs.init import preparation_of
+from recpo.verbs.init import SNAPSHOTS, preparation_of
 from recpo.verbs.prepare import Prepare, source_of
 from recpo.verbs.verb import ResumableVerb, function_of
 from recpo.worlds.log import Simulation
@@ -48,6 +49,7 @@ _BUNDLE: Final = "bundle"
 _EVALUATION: Final = "evaluation"
 _FRAME: Final = "log.parquet"
 _REPEATED: Final = 0.1  # from this share of positives on items of the past, the summary says whether lists repeat items
+_MOSTLY_REPEATED: Final = 0.5  # from this share the decision says it again
 _RESERVE: Final = 2.0  # seconds of the last evaluation and the export, per second of measuring so far
 
 
@@ -229,13 +231,13 @@ class Fit(StepOptions, ResumableVerb[Decision]):
             log = given if isinstance(given, list) else [self._saved_frame(steps.root, given)]
         found = inspect_log(log, columns=self.columns, csv=self.csv)
         tables: dict[str, Any] = {f"{side}s": file for side, file in found.tables.items()}
-        options = {"progress": self.progress, "repeats": self.repeats, **preparation_of(found, steps.root), **tables}
-        split = deciding_split(options["split"], found.counts)
+        options = {**preparation_of(found, steps.root), **tables, "progress": self.progress}
+        options |= {} if self.repeats is None else {"repeats": self.repeats}
+        split, why = _decided_by(found, options["split"])
         verb = Prepare(out=steps.root / recipes.PREPARED, **options)
         steps.data = self._prepared(steps, replace(verb, split=split))
         understood = [*_understood(found), _counted(steps.data), *_repeated(steps.data)]
-        if split != verb.split:
-            understood.append(f"small log: decided by {_changed(verb.split, split)}")
+        understood += why
         again: dict[str, Any] = {"repeats": steps.data.repeats, "idle_days": steps.data.idle_days, "split": TrainOnly()}
         return understood, replace(verb, out=steps.root / fit_steps.FINAL / recipes.PREPARED, **again)
 
@@ -341,6 +343,12 @@ class Fit(StepOptions, ResumableVerb[Decision]):
         advice = [
             *(f"{name} is left out: {why}." for name, why in steps.plan.failed.items()),
             *choice.advice,
+            *(one for one in understood if one.startswith(UNLABELED)),
+            *(
+                _repeated(steps.data)
+                if steps.data.repeated_share >= _MOSTLY_REPEATED and not steps.data.repeats
+                else ()
+            ),
             *(f"{choice.name}: {said}" for said in (() if shipped is None else shipped.advice)),
         ]
         return {
@@ -392,11 +400,28 @@ def _understood(found: Inspection) -> list[str]:
     """What was found in the log, in sentences."""
     counts = found.counts
     size = f"{counts.events:,} events of {counts.users:,} users on {counts.items:,} items"
-    columns = ", ".join(f"{one.role} = {one.source}" for one in found.findings)
+    columns = ", ".join(f"{one.role} = {one.said}" for one in found.findings)
     said = [size if counts.is_whole else f"about {size}", columns, f"label: {found.label.why}"]
     for side, file in found.tables.items():
         said.append(f"the table of {side}s {file}: its columns are features of the {side}s")
+    if found.has_snapshots:
+        said.append(f"{SNAPSHOTS} (repeats true: they may)")
+    if found.unused:
+        said.append(f"not read: {some_of(list(found.unused))}")
     return [*said, *found.doubts]
+
+
+def _decided_by(
+    found: Inspection, split: TemporalSplit | LeaveLastOut
+) -> tuple[TemporalSplit | LeaveLastOut, list[str]]:
+    """The split by which contenders are compared, of users who are known before; and why, if it is not the log's."""
+    decided = deciding_split(split, found.counts)
+    if isinstance(decided, TemporalSplit):
+        days = decided.valid_days + decided.test_days
+        if (new := found.counts.new_share(days)) > MOSTLY_NEW:
+            last = found.last_out(f"{new:.0%} of the events of the last {days} days are of users without earlier ones")
+            return deciding_split(LeaveLastOut(**last.init_args), found.counts), [f"small log: {last.why}"]
+    return decided, [f"small log: decided by {_changed(split, decided)}"] if decided != split else []
 
 
 def _counted(data: Prepared) -> str:

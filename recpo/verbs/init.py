@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import yaml
 
@@ -92,6 +92,12 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
     return replace(found, written=files, commands=tuple(_commands(out, steps)))
 
 
+#: Why lists do not repeat items.
+SNAPSHOTS: Final = (
+    "nearly all that people have at one time they have at the next: these are snapshots, so lists do not repeat items"
+)
+
+
 def preparation_of(found: Inspection, out: Path | None = None) -> dict[str, Any]:
     """The options of ``recpo.prepare`` that ``prepare.yaml`` has.
 
@@ -115,6 +121,8 @@ def preparation_of(found: Inspection, out: Path | None = None) -> dict[str, Any]
         chosen["behaviors"] = dict(found.behaviors)
     if found.outcome_rows:
         chosen["outcome_rows"] = True
+    if found.has_snapshots:
+        chosen["repeats"] = False
     chosen |= found.left_out
     chosen |= {"label": label(**found.label.init_args), "split": split(**found.split.init_args)}
     return {**chosen, "columns": columns}
@@ -157,6 +165,8 @@ def _prepare_text(found: Inspection, out: Path) -> str:
         *_column_lines(found, options["columns"]),
     ]
     lines.append(_class_entry("label", found.label))
+    if found.has_snapshots:
+        lines.append(f"\n# {SNAPSHOTS[:1].upper()}{SNAPSHOTS[1:]}.\nrepeats: false")
     if "outcome_rows" in options:
         followed = "# an exposure and what followed are one event: the one with the highest label"
         lines.append(f"outcome_rows: true            {followed}")
