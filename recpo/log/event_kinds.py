@@ -183,14 +183,17 @@ def event_kind(text: str) -> str | None:
 def outcome_grades(texts: Sequence[str]) -> dict[str, float]:
     """Grade of each kind of event that is no offer: 1; where there are conversions, other outcomes have half of theirs.
 
+    Of messages, which programs open by themselves, so does what was opened, where there are clicks.
+
     Kinds that are not known, such as ``scroll`` or ``bounce``, have a grade only if no other followed.
     Grades are by value in simulated shops: of a view, a cart and a purchase 0, 0.5 and 1 give policies that are worth
     more, by the probability of a purchase, than 0, 1 and 1, and as much as 0, 0 and 1 (docs/your_own_log.md).
     """
     offered = offers(texts)
     outcomes = [text for text in texts if text not in offered]
-    outcomes = [text for text in outcomes if event_kind(text) in BEHAVIORS] or outcomes
+    outcomes = [text for text in outcomes if event_kind(text) is not None] or outcomes
     bought = [text for text in outcomes if event_kind(text) in CONVERSIONS]
+    bought = bought or [text for text in outcomes if event_kind(text) != "open"]
     return {text: 0.5 if bought and text not in bought else 1.0 for text in outcomes}
 
 

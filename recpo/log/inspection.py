@@ -419,12 +419,19 @@ def _missing(numbers: np.ndarray, is_rating: bool) -> float | None:
     return None
 
 
+def _are_counts(numbers: np.ndarray) -> bool:
+    """Whether whole numbers say how often something happened: 0 mostly, 1 less often, 2 even less, and so on."""
+    distinct, times = np.unique(numbers, return_counts=True)
+    is_complete = distinct[-1] == len(distinct) - 1
+    return bool(is_complete and 2 * times[0] > len(numbers) and (np.diff(times) <= 0).all())
+
+
 def _scale(numbers: np.ndarray, kind: str) -> tuple[float, float]:
     """The ends of a rating's scale.
 
     A common scale that the values reach, else the smallest and largest value. Where few of many are far larger than
     most, as numbers of plays are, all others would be next to 0: there, the largest tenth is the end. Of how often
-    something happened, mostly never and else once, once is the end.
+    something happened, which is mostly never, once is the end.
     """
     least, most = float(numbers.min()), float(numbers.max())
     for low, high in _SCALES:
@@ -433,7 +440,7 @@ def _scale(numbers: np.ndarray, kind: str) -> tuple[float, float]:
         if low <= least and most <= high and (most == high or (kind == "number" and high == 1)):
             return low, high
     above = numbers[numbers > least]
-    if kind == "whole" and least == 0 and 2 * len(above) < len(numbers) and np.median(above) == 1:
+    if kind == "whole" and least == 0 and _are_counts(numbers):
         return 0.0, 1.0
     if least >= 0 and most > _SKEW * np.median(above) and len(np.unique(numbers)) > FEW:
         return least, float(f"{np.quantile(above, _LARGE):.4g}")

@@ -233,11 +233,12 @@ def test_where_users_have_few_graded_events_two_of_them_can_be_compared(each, sh
     [
         ("rating", False, "LeaveLastOut"),
         ("rating", True, "TemporalSplit"),
-        ("clicked", False, "TemporalSplit"),
+        ("clicked", False, "LeaveLastOut"),
+        ("clicked", True, "TemporalSplit"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_ratings_of_the_last_days_are_no_test_where_they_are_of_new_users(label, returning, split, suffix, tmp_path):
+def test_the_last_days_are_no_test_where_they_are_of_new_users(label, returning, split, suffix, tmp_path):
     random = np.random.default_rng(0)
     log = pd.DataFrame({"user": np.arange(3000) // 10, "item": random.integers(0, 50, 3000)})
     day = random.permutation(3000) / 50 if returning else log["user"] // 5 + random.random(3000) / 2
@@ -738,6 +739,31 @@ def test_no_reward_is_a_reward_of_zero(tmp_path):
     log["reward"] = np.random.default_rng(1).choice([0, 1, 5, 15], len(log), p=[0.7, 0.15, 0.1, 0.05])
     log.to_parquet(tmp_path / "log.parquet")
     assert inspect_log(tmp_path / "log.parquet").label.init_args == {"low": 0, "high": 15}
+
+
+def test_how_often_something_happened_is_a_success_from_once_on(tmp_path):
+    log = events()[["user", "item", "second"]]
+    log["clicks"] = np.random.default_rng(1).choice(4, len(log), p=[0.8, 0.13, 0.05, 0.02])
+    log.to_parquet(tmp_path / "log.parquet")
+    found = recpo.init(tmp_path / "log.parquet", tmp_path / "out", columns=Columns(label="clicks"))
+    assert found.label.init_args == {"low": 0, "high": 1}
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.6])
+def test_nobody_chose_again_what_snapshots_repeat(kept, tmp_path):
+    """Holdings by month, and weekly purchases."""
+    random, rows = np.random.default_rng(0), []
+    has = random.random((60, 30)) < 0.2
+    for month in range(12):
+        rows += [(user, item, month) for user, item in np.argwhere(has).tolist()]
+        has = np.where(random.random(has.shape) < kept, has, random.random(has.shape) < 0.2)
+    log = pd.DataFrame(rows, columns=["customer", "fund_id", "month"])
+    log["month"] = pd.to_datetime("2025-01-01") + pd.to_timedelta(31 * log["month"], unit="D")
+    log.to_parquet(tmp_path / "log.parquet")
+    found = recpo.init(tmp_path / "log.parquet", tmp_path / "out", columns=Columns(item_id="fund_id"))
+    assert found.has_snapshots == (kept == 1.0)
+    text = (tmp_path / "out" / "prepare.yaml").read_text()
+    assert ("these are snapshots, so lists do not repeat items.\nrepeats: false" in text) == found.has_snapshots
 
 
 def test_numbers_of_plays_have_a_scale_that_the_largest_do_not_decide(tmp_path):

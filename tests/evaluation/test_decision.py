@@ -114,7 +114,7 @@ def test_the_strongest_baseline_is_the_one_with_the_highest_estimated_reward():
     # what was shown next follows the log's rules: they rank it best, and people gain less from it
     rules = rewarded("rules", noisy(0.7, 1), 0.4, baseline=True)
     als = rewarded("als", noisy(0.6, 2), 0.5, baseline=True)
-    tilted = rewarded("tilted", als.result.per_user["AUC_mixed"] + noisy(0.02, 3, 0.01), 0.3)
+    tilted = rewarded("tilted", als.result.per_user["AUC_mixed"] + noisy(0.02, 3, 0.01), 0.55)
     found = choose([rules, als, tilted], "AUC_mixed")
     assert (found.standings[0].name, found.strongest_baseline, found.name) == ("rules", "als", "tilted")
     assert "tilted beats als, the strongest baseline by estimated reward, by +0.02" in found.reason
@@ -122,6 +122,18 @@ def test_the_strongest_baseline_is_the_one_with_the_highest_estimated_reward():
     assert (alone.standings[0].name, alone.name) == ("rules", "als")
     unknown = [one._replace(value=None) for one in (rules, als, tilted)]
     assert choose(unknown, "AUC_mixed").name == choose(unknown, "AUC_mixed").strongest_baseline == "rules"
+
+
+def test_what_one_baseline_beats_by_the_criterion_and_another_by_estimated_reward_does_not_ship():
+    rate = rewarded("rate", noisy(0.7, 1), 0.4, baseline=True)
+    als = rewarded("als", noisy(0.6, 2), 0.5, baseline=True)
+    between = rewarded("between", noisy(0.65, 3), 0.45)
+    found = choose([rate, als, between], "AUC_mixed")
+    assert (found.strongest_baseline, found.policy, found.name) == ("als", "between", "als")
+    assert found.p_value < 0.05
+    assert "without a lower estimated reward" in found.reason
+    for better in (rewarded("between", noisy(0.65, 3), 0.55), rewarded("between", noisy(0.7, 3), 0.45)):
+        assert choose([rate, als, better], "AUC_mixed").name == "between"
 
 
 def test_a_policy_of_unknown_reward_ships_if_no_other_passes_and_without_rewards_the_best_one():

@@ -307,12 +307,15 @@ def test_an_exposure_and_its_outcome_of_the_same_day_are_one_event(tmp_path):
     user, item, hours, kind, stays = zip(*rows, strict=True)
     times = [START_MS // DAY_MS * DAY_MS + hour * one for one in hours]
     columns = {"user_id": user, "item_id": item, "timestamp": times, "label": [kinds[one] for one in kind]}
+    columns["dislike"] = [number == 1 for number in range(len(rows))]  # after the exposure that stays
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     label = NumericColumn(low=0.0, high=1.0)
     manifest = run([tmp_path / "log.parquet"], tmp_path / "out", label=label, outcome_rows=True)
     found = pd.concat([pq.read_table(tmp_path / "out" / period).to_pandas() for period in PERIODS])
     dropped = manifest["counts"]["dropped"]["another event of the user with the item on the same day"]
     assert dropped == len(rows) - sum(stays)
+    disliked = found[found["is_target"] & found["dislike"].astype(bool)]
+    assert (disliked["timestamp"] // DAY_MS * DAY_MS).tolist() == [times[1] // DAY_MS * DAY_MS]
     labels = sorted((row.timestamp, row.label) for row in found[found["is_target"]].itertuples())
     assert labels == sorted((time, kinds[one]) for time, one, stay in zip(times, kind, stays, strict=True) if stay)
     with refused("conflicting_options", "outcome_rows"):

@@ -83,6 +83,7 @@ def test_names_in_every_spelling(role, names):
         (["click", "view"], ["view"], {"click": 1.0}),
         (["seen", "applied"], ["seen"], {"applied": 1.0}),
         (["push_delivered", "push_opened"], ["push_delivered"], {"push_opened": 1.0}),
+        (["install", "store_impression", "uninstall"], ["store_impression", "uninstall"], {"install": 1.0}),
         (["attended", "cancelled", "no_show"], ["cancelled", "no_show"], {"attended": 1.0}),
     ],
 )
@@ -96,6 +97,13 @@ def test_kinds_of_events_by_their_texts(texts, offered, grades):
     assert set(found.columns.label.values) == set(grades)
     disliked = {text for text in texts if text in ("report", "push_disabled")}
     assert set(getattr(found.columns.dislike, "values", ())) == disliked
+
+
+def test_unknown_kinds_have_a_grade_only_where_nothing_else_followed():
+    assert outcome_grades(["sent", "click", "bounce", "spam_report"]) == {"click": 1.0}
+    assert outcome_grades(["impression", "purchase", "app_crash"]) == {"purchase": 1.0}
+    assert outcome_grades(["sent", "open", "click"]) == {"open": 0.5, "click": 1.0}
+    assert outcome_grades(["impression", "binge"]) == {"binge": 1.0}
 
 
 def test_texts_that_are_no_kinds_of_events():
@@ -417,6 +425,9 @@ def test_without_any_feedback_the_cost_and_the_other_numbers_are_named():
     (doubt,) = recognize(facts(**BASE, direction=["left", "right"] * 20)).doubts
     assert "others: `direction` (left, right; 2 distinct)" in doubt
     assert recognize(facts(**BASE, hated=[0, 1] * 20)).doubts == ()
+    (doubt,) = recognize(facts(**BASE, case_no=spread(0, 100), volume=spread(0, 9), status=["new", "lost"] * 20)).doubts
+    assert "others: `status` (lost, new; 2 distinct), `volume`" in doubt or "others: `status` (new, lost" in doubt
+    assert "case_no" not in doubt
 
 
 @pytest.mark.parametrize(
