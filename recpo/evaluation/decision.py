@@ -209,13 +209,9 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
         reason = f"no policy was trained, so the strongest baseline, {best.name}, ships"
         return Choice(best.name, best.name, None, criterion, None, None, reason, standings)
     tests = _tests([by_name[row.name] for row in policies], by_name[best.name], criterion, k)
-    least = worth(best) if by_reward and criterion != CRITERION else -math.inf
     behind = _behind([by_name[row.name] for row in policies], by_name[baselines[0].name], criterion)
-    allowed = [
-        place
-        for place, row in enumerate(policies)
-        if worth(row) >= least and not (by_reward and behind[place] and worth(row) < worth(best))
-    ]
+    by_both = [by_reward and (criterion != CRITERION or lost) for lost in behind]
+    allowed = [place for place, row in enumerate(policies) if not by_both[place] or worth(row) >= worth(best)]
     passed = [[place for place in allowed if test.p_values[place] <= LEVEL] for test in tests]
     test, sure = next((both for both in zip(tests, passed, strict=True) if both[1]), (tests[0], []))
     place = max(sure or [0], key=lambda one: worth(policies[one]))

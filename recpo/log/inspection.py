@@ -226,7 +226,9 @@ class Inspection(Recognition):
         if time is None or len(pair) < 2 or self.label.class_name != "EveryEvent":
             return False
         rows = self.sample.table.select([*pair, time]).drop_null()
-        order = pc.rank(rows[time], tiebreaker="dense").to_numpy()
+        times = rows[time]
+        times = times.cast(times.type.value_type) if pa.types.is_dictionary(times.type) else times
+        order = pc.rank(times, tiebreaker="dense").to_numpy()
         if not _LEAST_TIMES <= order.max(initial=0) <= _MOST_TIMES:
             return False
         who, what = (rows[name].combine_chunks().dictionary_encode().indices.to_numpy() for name in pair)

@@ -759,6 +759,7 @@ def test_nobody_chose_again_what_snapshots_repeat(kept, tmp_path):
         has = np.where(random.random(has.shape) < kept, has, random.random(has.shape) < 0.2)
     log = pd.DataFrame(rows, columns=["customer", "fund_id", "month"])
     log["month"] = pd.to_datetime("2025-01-01") + pd.to_timedelta(31 * log["month"], unit="D")
+    log["month"] = log["month"].astype(str).astype("category") if kept < 1 else log["month"]
     log.to_parquet(tmp_path / "log.parquet")
     found = recpo.init(tmp_path / "log.parquet", tmp_path / "out", columns=Columns(item_id="fund_id"))
     assert found.has_snapshots == (kept == 1.0)
