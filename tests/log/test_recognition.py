@@ -84,7 +84,7 @@ def test_names_in_every_spelling(role, names):
         (["seen", "applied"], ["seen"], {"applied": 1.0}),
         (["push_delivered", "push_opened"], ["push_delivered"], {"push_opened": 1.0}),
         (["install", "store_impression", "uninstall"], ["store_impression", "uninstall"], {"install": 1.0}),
-        (["attended", "cancelled", "no_show"], ["cancelled", "no_show"], {"attended": 1.0}),
+        (["attended", "canceled", "no_show"], ["canceled", "no_show"], {"attended": 1.0}),
     ],
 )
 def test_kinds_of_events_by_their_texts(texts, offered, grades):
