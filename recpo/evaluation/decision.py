@@ -209,9 +209,9 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
         reason = f"no policy was trained, so the strongest baseline, {best.name}, ships"
         return Choice(best.name, best.name, None, criterion, None, None, reason, standings)
     tests = _tests([by_name[row.name] for row in policies], by_name[best.name], criterion, k)
-    behind = _behind([by_name[row.name] for row in policies], by_name[baselines[0].name], criterion)
-    by_both = [by_reward and (criterion != CRITERION or lost) for lost in behind]
-    allowed = [place for place, row in enumerate(policies) if not by_both[place] or worth(row) >= worth(best)]
+    behind = _gains([by_name[row.name] for row in policies], by_name[baselines[0].name], criterion)
+    needs_reward = [by_reward and (criterion != CRITERION or _is_lost(gain)) for gain in behind]
+    allowed = [place for place, row in enumerate(policies) if not needs_reward[place] or worth(row) >= worth(best)]
     passed = [[place for place in allowed if test.p_values[place] <= LEVEL] for test in tests]
     test, sure = next((both for both in zip(tests, passed, strict=True) if both[1]), (tests[0], []))
     place = max(sure or [0], key=lambda one: worth(policies[one]))
@@ -230,11 +230,15 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     return Choice(ships, best.name, policy.name, test.measure, gain, p_value, reason, standings)
 
 
-def _behind(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str) -> list[bool]:
-    """Which policies are below a baseline by the criterion beyond doubt."""
+def _gains(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str) -> list[Estimate]:
+    """Mean paired differences of policies to a baseline; of an AUC, weighted by precision."""
     weights = baseline.result.precision.get(criterion)
-    gains = [estimate(one.result.differences(baseline.result, criterion), weights) for one in policies]
-    return [one.mean < -_BEYOND_DOUBT * one.half_width for one in gains]
+    return [estimate(one.result.differences(baseline.result, criterion), weights) for one in policies]
+
+
+def _is_lost(gain: Estimate) -> bool:
+    """Whether a difference is below 0 beyond doubt."""
+    return gain.mean < -_BEYOND_DOUBT * gain.half_width
 
 
 def _tests(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str, k: int) -> list[_Test]:
@@ -251,8 +255,7 @@ def _tests(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str, k
         p_values = adjusted_p_values(joined, of_users)
         gains = [estimate(column, of_users) for column in columns]
         if found:  # what is surely below by the criterion does not pass
-            lost = _behind(policies, baseline, criterion)
-            p_values = [1.0 if below else one for below, one in zip(lost, p_values, strict=True)]
+            p_values = [1.0 if _is_lost(gain) else one for gain, one in zip(found[0].gains, p_values, strict=True)]
         over = "users" if of_users is None else "users, weighted by precision"
         found.append(_Test(measure, over, gains, p_values))
     return found

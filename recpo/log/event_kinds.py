@@ -183,9 +183,9 @@ def event_kind(text: str) -> str | None:
 def outcome_grades(texts: Sequence[str]) -> dict[str, float]:
     """Grade of each kind of event that is no offer: 1; where there are conversions, other outcomes have half of theirs.
 
-    Of messages, which programs open by themselves, so does what was opened, where there are clicks.
+    So has a message that was opened, where others were clicked, because programs open messages by themselves. Kinds
+    that are not known, such as ``scroll`` or ``bounce``, have a grade only if no other followed.
 
-    Kinds that are not known, such as ``scroll`` or ``bounce``, have a grade only if no other followed.
     Grades are by value in simulated shops: of a view, a cart and a purchase 0, 0.5 and 1 give policies that are worth
     more, by the probability of a purchase, than 0, 1 and 1, and as much as 0, 0 and 1 (docs/your_own_log.md).
     """

@@ -41,7 +41,7 @@ _AT_THE_END: Final = 0.01  # of the duration, before its end or after
 _YEAR: Final = 365.0  # days
 _CENTURY: Final = 100 * _YEAR  # a log that spans it has numbers that are no times, which `prepare` refuses
 _HELD_OUT_DAYS: Final = 0.2  # of the events, at most, where periods of more than a day are held out
-MOSTLY_NEW: Final = 0.5  # of held-out events: from this share of new users on, days say little of users who are known
+_MOSTLY_NEW: Final = 0.5  # of held-out events: from this share of new users on, days say little of users who are known
 _HELD_OUT: Final = 0.1  # of the graded events of each user, where the periods are not days
 #: Held-out events of a user that can be compared, where nine tenths of the users have fewer events than so many.
 _COMPARED, _SHORT, _LARGEST_VALID = 2, 8, 0.4
@@ -191,21 +191,19 @@ class Inspection(Recognition):
         """How the log is split, in the time zone that its times state."""
         days, time = self.counts.days, self.column(LogColumns.TIMESTAMP)
         if days is None:
-            return self.last_out("there is no clock")
+            return self._last_out("there is no clock")
         if days < 3:
-            return self.last_out(f"the log has {days:.1f} days, fewer than periods of days need")
+            return self._last_out(f"the log has {days:.1f} days, fewer than periods of days need")
         is_watched = self.column(LogColumns.WATCH_TIME) is not None
         if days > _YEAR and self.label.class_name == "NumericColumn" and not is_watched:
-            return self.last_out(
+            return self._last_out(
                 f"ratings over {days:,.0f} days: few users return after months; TemporalSplit where yours do"
             )
         each, by_day = max(1, min(14, round(days / 15))), np.cumsum(self.counts.by_day)
         while each > 1 and len(by_day) > 2 * each and by_day[2 * each - 1] > _HELD_OUT_DAYS * by_day[-1]:
             each -= 1  # a log that grows has most of its events at its end
-        new = self.counts.new_share(2 * each)
-        if new > MOSTLY_NEW:
-            why = f"{new:.0%} of the events of the last {2 * each} days are of users without earlier ones"
-            return self.last_out(why)
+        if (last := self.where_users_are_new(2 * each)) is not None:
+            return last
         options, begin = {"valid_days": each, "test_days": each}, f"the log has {days:,.0f} days"
         timezone = None if time is None else _timezone(self.sample.table[time])
         if timezone is None:
@@ -235,7 +233,14 @@ class Inspection(Recognition):
         key = (who.astype(np.int64) * (what.max() + 1) + what) * (_MOST_TIMES + 2) + order.astype(np.int64)
         return bool(np.isin(key[order < order.max()] + 1, key).mean() >= _KEPT)
 
-    def last_out(self, why: str) -> Choice:
+    def where_users_are_new(self, days: int) -> Choice | None:
+        """The split to take instead of days, if most events of so many last days are of new users; None = days do."""
+        new = self.counts.new_share(days)
+        if new <= _MOSTLY_NEW:
+            return None
+        return self._last_out(f"{new:.0%} of the events of the last {days} days are of users without earlier ones")
+
+    def _last_out(self, why: str) -> Choice:
         """Each user's last event; of graded events a share, to compare what a user liked with what the user did not."""
         if self.label.class_name == "EveryEvent":
             return Choice("LeaveLastOut", {}, f"{why}: each user's last event is the test")

@@ -25,7 +25,7 @@ from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report.parts import TESTED, decision_report
 from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.csv_files import CsvFormat
-from recpo.log.inspection import MOSTLY_NEW, Inspection, inspect_log
+from recpo.log.inspection import Inspection, inspect_log
 from recpo.log.prepared import Prepared
 from recpo.log.recognition import UNLABELED
 from recpo.log.schema import PERIODS, Columns
@@ -236,8 +236,7 @@ class Fit(StepOptions, ResumableVerb[Decision]):
         split, why = _decided_by(found, options["split"])
         verb = Prepare(out=steps.root / recipes.PREPARED, **options)
         steps.data = self._prepared(steps, replace(verb, split=split))
-        understood = [*_understood(found), _counted(steps.data), *_repeated(steps.data)]
-        understood += why
+        understood = [*_understood(found), _counted(steps.data), *_repeated(steps.data), *why]
         again: dict[str, Any] = {"repeats": steps.data.repeats, "idle_days": steps.data.idle_days, "split": TrainOnly()}
         return understood, replace(verb, out=steps.root / fit_steps.FINAL / recipes.PREPARED, **again)
 
@@ -344,11 +343,7 @@ class Fit(StepOptions, ResumableVerb[Decision]):
             *(f"{name} is left out: {why}." for name, why in steps.plan.failed.items()),
             *choice.advice,
             *(one for one in understood if one.startswith(UNLABELED)),
-            *(
-                _repeated(steps.data)
-                if steps.data.repeated_share >= _MOSTLY_REPEATED and not steps.data.repeats
-                else ()
-            ),
+            *([] if steps.data.repeats else _repeated(steps.data, _MOSTLY_REPEATED)),
             *(f"{choice.name}: {said}" for said in (() if shipped is None else shipped.advice)),
         ]
         return {
@@ -417,10 +412,9 @@ def _decided_by(
     """The split by which contenders are compared, of users who are known before; and why, if it is not the log's."""
     decided = deciding_split(split, found.counts)
     if isinstance(decided, TemporalSplit):
-        days = decided.valid_days + decided.test_days
-        if (new := found.counts.new_share(days)) > MOSTLY_NEW:
-            last = found.last_out(f"{new:.0%} of the events of the last {days} days are of users without earlier ones")
-            return deciding_split(LeaveLastOut(**last.init_args), found.counts), [f"small log: {last.why}"]
+        last = found.where_users_are_new(decided.valid_days + decided.test_days)
+        if last is not None:
+            return deciding_split(LeaveLastOut(**last.init_args), found.counts), [last.why]
     return decided, [f"small log: decided by {_changed(split, decided)}"] if decided != split else []
 
 
@@ -433,9 +427,9 @@ def _counted(data: Prepared) -> str:
     return f"events: {said}; {dropped:,} left out{ended}"
 
 
-def _repeated(data: Prepared) -> list[str]:
+def _repeated(data: Prepared, least: float = _REPEATED) -> list[str]:
     """The share of positives on items of the user's past, and whether lists repeat items; empty if it is small."""
-    if data.repeated_share < _REPEATED and not data.repeats:
+    if data.repeated_share < least and not data.repeats:
         return []
     follows = "may repeat items" if data.repeats else "do not repeat items (repeats true: they may)"
     return [

@@ -166,7 +166,7 @@ def _prepare_text(found: Inspection, out: Path) -> str:
     ]
     lines.append(_class_entry("label", found.label))
     if found.has_snapshots:
-        lines.append(f"\n# {SNAPSHOTS[:1].upper()}{SNAPSHOTS[1:]}.\nrepeats: false")
+        lines.append(f"\n# {SNAPSHOTS}.\nrepeats: false")
     if "outcome_rows" in options:
         followed = "# an exposure and what followed are one event: the one with the highest label"
         lines.append(f"outcome_rows: true            {followed}")

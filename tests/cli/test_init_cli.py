@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from recpo.cli.main import main
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.inspection import inspect_log
 from recpo.log.schema import Columns
+from recpo.log.splits import TemporalSplit
+from recpo.verbs.fit import _decided_by
 from recpo.verbs.init import _yaml, preparation_of
 from recpo.verbs.verb import configurations
 from tests.refusals import refused
@@ -840,3 +843,22 @@ def test_files_that_are_called_as_kinds_of_events_are_doubted(names, said, tmp_p
         events()[["user", "item", "second"]].to_csv(tmp_path / f"{name}.csv", index=False)
     doubts = inspect_log(tmp_path).doubts
     assert sum("are called as kinds of events" in doubt for doubt in doubts) == said
+
+
+def test_the_days_that_decide_are_asked_for_new_users_too(tmp_path):
+    """A quarter of a small log decides: most people of the last week are new, and few of those of the last two days."""
+    random, first = np.random.default_rng(0), np.concatenate([np.zeros(40), 21 + np.arange(160) % 7])
+    user = np.repeat(np.arange(200), 20)
+    day = first[user] + (28 - first[user]) * random.random(len(user)) ** np.where(first[user], 1.0, 1.5)
+    log = pd.DataFrame(
+        {"user": user, "item": random.integers(0, 50, len(user)), "clicked": random.integers(0, 2, len(user))}
+    )
+    log["timestamp"] = (1_700_006_400 + day * 86_400).astype(np.int64)
+    log.to_parquet(tmp_path / "log.parquet")
+    found = recpo.init(tmp_path / "log.parquet", tmp_path / "out")
+    split = TemporalSplit(**found.split.init_args)
+    decided, (why,) = _decided_by(found, split)
+    assert (found.split.class_name, decided.test_share) == ("TemporalSplit", 0.1)
+    assert "are of users without earlier ones" in why
+    known = replace(found, counts=replace(found.counts, by_first_day=()))
+    assert isinstance(_decided_by(known, split)[0], TemporalSplit)
