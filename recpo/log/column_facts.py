@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.features import is_text
+from recpo.log.date_forms import are_dates, forms_of, has_half_days
 from recpo.log.schema import DATED, MILLISECONDS_PER_UNIT, Derived, LogColumns
 
 Kind = Literal["whole", "number", "flag", "text", "time", "other"]
@@ -40,6 +41,7 @@ class ColumnFacts:
         most: the largest number.
         few: the distinct numbers, ascending, if there are at most 20.
         dated: share of text values that begin with a date.
+        forms: the other forms in which they are dates (``recpo.log.date_forms``).
         examples: the first values, as text.
         texts: the distinct texts, sorted, if there are at most 20.
         positive: number of numbers above 0.
@@ -56,6 +58,7 @@ class ColumnFacts:
     most: float | None = None
     few: tuple[float, ...] | None = None
     dated: float = 0.0
+    forms: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     positive: int = 0
@@ -67,7 +70,9 @@ class ColumnFacts:
 
     @property
     def clock_units(self) -> list[str]:
-        """The units since 1970 for which all numbers are times of the years 1995 to 2039."""
+        """The units since 1970 for which all numbers are times of the years 1995 to 2039, or the forms of dates."""
+        if self.forms:
+            return list(self.forms)
         if not self.is_number or self.least is None or self.most is None:
             return []
         factors = {unit: MILLISECONDS_PER_UNIT[unit] for unit in ("s", "ms", "us", "ns")}
@@ -87,7 +92,7 @@ class ColumnFacts:
     @property
     def is_clock(self) -> bool:
         """Whether the values are times, and not one only."""
-        is_time = self.kind == "time" or self.dated >= MOSTLY or len(self.clock_units) == 1
+        is_time = self.kind == "time" or self.dated >= MOSTLY or len(self.clock_units) == 1 or bool(self.forms)
         return self.distinct > 1 and is_time
 
     @property
@@ -122,7 +127,9 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     share = (pc.sum(dated).as_py() or 0) / max(1, len(known))
     distinct = pc.count_distinct(known).as_py()
     texts = tuple(sorted(map(str, known.unique().to_pylist()))) if distinct <= FEW else ()
-    return ColumnFacts(name, "text", rows, values.null_count, distinct, dated=share, examples=examples, texts=texts)
+    forms = forms_of(known) if share < MOSTLY else ("year_first",) if any(map(has_half_days, examples)) else ()
+    facts = ColumnFacts(name, "text", rows, values.null_count, distinct, examples=examples, texts=texts)
+    return replace(facts, dated=share, forms=forms)
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:
@@ -152,6 +159,7 @@ def _number_facts(name: str, numbers: np.ndarray) -> ColumnFacts:
         high=float(np.quantile(known, 0.99)),
         most=float(known.max()),
         few=few,
+        forms=("year_first",) if whole and are_dates(distinct) else (),
         examples=tuple(_short(value) for value in known[:_EXAMPLES]),
         positive=len(positive),
     )
@@ -288,8 +296,8 @@ ITEMS_WITH_ID: Final = (
 
 #: What users are called, alone or with "id" after it.
 _PEOPLE: Final = (
-    *("customer", "member", "visitor", "listener", "viewer", "reader", "reviewer", "buyer", "player", "shopper"),
-    *("subscriber", "account", "profile", "client", "learner", "student", "guest", "traveler", "applicant"),
+    *("customer", "member", "msno", "visitor", "listener", "viewer", "reader", "reviewer", "buyer", "player"),
+    *("shopper", "subscriber", "account", "profile", "client", "learner", "student", "guest", "traveler", "applicant"),
     *("candidate", "patron", "person", "participant", "respondent", "rater", "taster", "contact", "recipient", "card"),
     *("borrower", "voter", "follower", "swiper", "bidder", "investor", "donor"),
 )
@@ -345,7 +353,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
         *("watchedat", "startedat", "listenedat", "purchasedat", "orderedat", "date", "eventdate", "eventts"),
         *("eventat", "showntime", "shownts", "shownat", "actiontime", "actionts", "actionat", "sentat"),
         *("sessionstart", "entertime"),
-        *("position", "pos", "order", "seq", "step"),
+        *("position", "pos", "order", "seq", "step", "daynumber", "dayno", "dayindex"),
     ),
     LogColumns.WATCH_TIME: (
         *("watchtime", "playtime", "playingtime", "playduration", "played", "watchduration", "watched", "dwelltime"),

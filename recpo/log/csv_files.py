@@ -7,6 +7,7 @@ numbers is reported with its row, wherever it is, and ids such as 007 keep their
 import codecs
 import csv
 import io
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -24,7 +25,7 @@ from recpo.base.features import is_text
 from recpo.log.column_facts import rank_as
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, FEATURE, or_map_values
 from recpo.log.locations import Place, writable
-from recpo.log.schema import EXAMPLES, Example, Fault, FlagColumn, LogColumns, name_of
+from recpo.log.schema import DATED, EXAMPLES, Example, Fault, FlagColumn, LogColumns, name_of
 
 #: text files that are found in directories
 SUFFIXES: Final = (".csv", ".csv.gz", ".tsv", ".tsv.gz", ".inter", ".inter.gz")
@@ -392,7 +393,7 @@ def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
     """Infers the format of a text file from its first lines: the delimiter, and whether there is a header line.
 
     If the delimiter that the file's name implies does not split the lines, another one is used. The first line is a
-    header if none of its values is a number.
+    header if none of its values is a number or a date.
 
     Args:
         lines: the first lines of the file.
@@ -405,7 +406,7 @@ def text_format(lines: Sequence[str], form: CsvFormat) -> CsvFormat:
         delimiter = next(found, delimiter)
     first = line_values(lines[0], delimiter) if lines else []
     names = form.names
-    if names is None and any(_is_number(value) for value in first):
+    if names is None and any(_is_number(value) or re.match(DATED, value) for value in first):
         names = tuple(f"column_{number}" for number in range(1, len(first) + 1))
         names = _RATINGS if _is_ratings([line_values(line, delimiter) for line in lines]) else names
     return CsvFormat(delimiter, names)

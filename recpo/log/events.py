@@ -8,11 +8,14 @@ from typing import Any, Literal
 import ibis
 import ibis.expr.datatypes as dt
 import ibis.expr.types as ir
+import numpy as np
+import pyarrow as pa
 
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import FeedbackRule
 from recpo.base.frames import EARLIEST_MS, LATEST_MS
 from recpo.log import schema
+from recpo.log.date_forms import DATE_FORMS, as_iso
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import Columns, Derived, FlagColumn, LogColumns
@@ -77,21 +80,44 @@ def absent(column: ir.Value) -> ir.BooleanColumn:
 
 
 def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
-    """Milliseconds since the epoch; null if the value is null, does not parse, or is not a plausible time."""
+    """Milliseconds since the epoch; null if the value is null, does not parse, or is not a plausible time.
+
+    Args:
+        column: times, dates, texts or numbers.
+        unit: of numbers, a unit since 1970 or "order"; or a form of dates (``recpo.log.date_forms``).
+    """
     if column.type().is_unknown():
         # Ibis does not know DuckDB's type of nanoseconds with a time zone.
         column = column.cast("timestamp('UTC')")
     kind = column.type()
     if kind.is_timestamp() or kind.is_date():
         return _plausible(_clock_ms(column.cast("timestamp")))
+    if unit in DATE_FORMS:
+        return _dated_ms(as_iso(column if kind.is_string() else column.try_cast("int64").cast("string"), unit))
     if kind.is_string():
         counted = _numeric_ms(column.try_cast("int64"), unit)
         # An offset in the string is used; without one, the string is UTC. The accepted formats are checked here because
         # engines disagree: Spark reads "2024" as a year and "12:00" as a time of the current day.
         dated = ibis.ifelse(column.re_search(schema.DATED), column, ibis.null("string"))
         dated = dated.replace(" +", "+").replace(" -", "-")  # an offset after a space, as Snowflake writes it
-        return counted.coalesce(_plausible(_clock_ms(dated.try_cast("timestamp('UTC')").cast("timestamp"))))
+        return counted.coalesce(_dated_ms(dated))
     return _numeric_ms(column, unit)
+
+
+def milliseconds_of(values: pa.ChunkedArray, unit: str) -> np.ndarray:
+    """``timestamp_ms`` of values in memory ``[N]`` float64, nan = null."""
+    database = ibis.duckdb.connect()
+    try:
+        rows = ibis.memtable(pa.table({"time": values}))
+        read = database.to_pyarrow(rows.select(time=timestamp_ms(rows["time"], unit)))["time"]
+    finally:
+        database.disconnect()
+    milliseconds: np.ndarray = read.cast(pa.float64()).to_numpy()
+    return milliseconds
+
+
+def _dated_ms(text: ir.StringColumn) -> ir.IntegerColumn:
+    return _plausible(_clock_ms(text.try_cast("timestamp('UTC')").cast("timestamp")))
 
 
 def _clock_ms(time: ir.TimestampColumn) -> ir.IntegerColumn:

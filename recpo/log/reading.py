@@ -14,23 +14,20 @@ import pyarrow.compute as pc
 
 from recpo.base.features import is_text
 from recpo.base.frames import some_of
-from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, is_fixed, plain_name, rank_as
+from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, is_fixed, plain_name, rank_as, words
 from recpo.log.event_kinds import are_kinds
+from recpo.log.events import milliseconds_of
 from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
 from recpo.log.files import TableSample, together
 from recpo.log.recognition import Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, PRESETS, Columns, Derived, LogColumns, name_of
 
 _FIRST_DAY, _LAST_DAY = 365.0, 47_482.0  # 1971-01-01 and 2100-01-01
-_DATED: Final = r"^(197[1-9]|19[89][0-9]|20[0-9]{2})[-/](0?[1-9]|1[0-2])[-/](0?[1-9]|[12][0-9]|3[01])"
-#: 31.01.2026; Sat Jan 31 18:30:00 +0000 2026; 20260131; 2026-01-31 06:30 PM
+#: 31.01.26 or 31st of January 2026: nothing that ``recpo.log.date_forms`` reads
 _OTHER_DATE: Final = (
-    r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2,4}\b"
+    r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2}\b"
     r"|(?i:\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}\b.*\b(19|20)[0-9]{2}\b)"
-    r"|^(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])([0-9]{2}){0,3}$"
-    r"|(?i:[0-9] ?[ap]\.?m\.?$)"
 )
-_DAY: Final = r"^(?P<year>[0-9]{4})[-/](?P<month>[0-9]{1,2})[-/](?P<day>[0-9]{1,2})"
 _DECIMAL_COMMA: Final = r"^-?[0-9]+(\.[0-9]{3})*,[0-9]+$"
 #: At most this share of the rows are of wrong clocks, further from the others than this multiple of their span.
 _CLOCKS, _FAR = 0.005, 10.0
@@ -38,6 +35,7 @@ _OUTSIDE: Final = 0.01  # of the events, at most, are of items that are not avai
 _MOSTLY_KNOWN: Final = 0.9  # of the ids of a log, at least, are in the table of them
 _WITHOUT_TIMES: Final = "to do without times, pass --columns.time_unit none"
 _NAMES_SHOWN: Final = 8
+_QUANTITIES: Final = frozenset({"quantity", "qty", "amount", "units"})  # of what was bought
 _MANY_ROWS: Final = 100  # so many rows have users and items that come again
 _ROWS_OF_ID: Final = 5  # of a user or item in the mean, at least, tell feedback from what it has once
 
@@ -132,14 +130,11 @@ class LogReading:
         """Asks for the time if it is written in another form, and doubts numbers with decimal commas."""
         time = self._unread_time() if self.given.time_unit is None else None
         if time is not None:  # as if given, so that nothing else is added about the time
-            unit: Any = "order" if self.facts[time].is_number else None
-            self.given = replace(self.given, timestamp=time, time_unit=unit)
+            self.given = replace(self.given, timestamp=time)
             self._recognize()
-            values = ", ".join(one.replace(",", "") if unit else one for one in self.facts[time].examples)
-            shown = f"timestamp: `{time}` ({values}) has no times that recpo reads"
+            shown = f"timestamp: `{time}` ({', '.join(self.facts[time].examples)}) has no times that recpo reads"
             remedy = "write ISO times such as 2026-01-31T18:30:00 (pandas.to_datetime with a format), or seconds since"
-            without = _WITHOUT_TIMES if unit is None else "to do without times, pass --columns.time_unit order"
-            self.questions.append(f"{shown}: {remedy} 1970; {without}")
+            self.questions.append(f"{shown}: {remedy} 1970; {_WITHOUT_TIMES}")
         parts = [name for name in self.facts if plain_name(name) in ("year", "month", "day")]
         has_time = self.found.column(LogColumns.TIMESTAMP) is not None or self.given.time_unit is not None
         if len(parts) == 3 and not has_time:
@@ -157,6 +152,10 @@ class LogReading:
 
     def leave_rows_out(self) -> None:
         """Keeps the rows with a user, an item and a time that is not far from all others; asks if most have none."""
+        for name in self.found.unused if self.found.column(LogColumns.LABEL) is None else ():
+            if (self.facts[name].least or 0.0) < 0 and not _QUANTITIES.isdisjoint(words(name)):
+                doubt = f"`{name}` ({self.facts[name].evidence}) has negative numbers, as what was returned has"
+                self.doubts.append(f"{doubt}: these rows count as positives, so leave them out of the log")
         roles = {self.found.column(role): role for role in LogColumns.REQUIRED}
         absent = {name: self._absent(name, role) for name, role in roles.items() if name is not None}
         absent = {name: mask for name, mask in absent.items() if mask.any()}
@@ -206,10 +205,12 @@ class LogReading:
     def read_files(self) -> None:
         """Says what is not read of the files of the log, and which others are not read."""
         sample, first = self.sample, list[str]()
+        asked = self.found.questions
         if sample.form.names is not None and "column_1" in sample.form.names:
             shown = some_of([str(value) for value in sample.table.slice(0, 1).to_pylist()[0].values()])
             named = f"name its {len(sample.form.names)} columns in order, with --csv.names '[user_id, item_id, ...]'"
             first.append(f"the first line has no names ({shown}): {named}")
+            asked = ()  # by numbers of columns
         self._read_ids()
         files = ", ".join(file.name for file in sample.files[:3])
         for name in sorted(sample.repeated & {*self.used}):
@@ -217,7 +218,7 @@ class LogReading:
         if said := self._in_directories():
             has_time = self.found.column(LogColumns.TIMESTAMP) is not None or self.given.time_unit is not None
             (self.doubts if has_time else first).append(said if has_time else f"timestamp: {said}; {_WITHOUT_TIMES}")
-        self.questions = [*first, *self.found.questions, *self.questions]
+        self.questions = [*first, *asked, *self.questions]
         self.doubts = [*self.found.doubts, *self._doubts_of_files(), *self.doubts]
 
     def _in_directories(self) -> str | None:
@@ -298,32 +299,26 @@ class LogReading:
         return None
 
     def _unread_time(self) -> str | None:
-        """The column that is the time by its name, or has dates of another form; None = there is none."""
+        """The column that is the time by its name, or has dates of a form that is not read; None = there is none."""
         time = self.found.column(LogColumns.TIMESTAMP)
         names = [time] if time is not None else [name for name in self.found.unused if self.facts[name].distinct > 1]
-        names = [name for name in names if self.facts[name].kind in ("text", "whole")]
-        texts = [name for name in names if self.facts[name].kind == "text" and self.facts[name].dated < MOSTLY]
-        texts = [name for name in texts if self._share(name, r"^[0-9]+$") < MOSTLY]
+        names = [name for name in names if self.facts[name].kind == "text" and not self.facts[name].forms]
+        texts = [name for name in names if self.facts[name].dated < MOSTLY and self._share(name, r"^[0-9]+$") < MOSTLY]
         called = [name for name in texts if name == time or rank_as(LogColumns.TIMESTAMP, name) is not None]
         return next(iter(called + [name for name in names if self._share(name, _OTHER_DATE) >= MOSTLY]), None)
 
     def _share(self, name: str, pattern: str) -> float:
         """Which share of the values of a column match, as texts."""
-        values = self.sample.table[name].drop_null()
-        if self.facts[name].kind == "whole":
-            values = values.cast(pa.float64(), safe=False).cast(pa.int64(), safe=False)
-        texts = values.cast(pa.string())
+        texts = self.sample.table[name].drop_null().cast(pa.string())
         return (pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0) / max(1, len(texts))
 
     def _absent(self, name: str, role: str) -> np.ndarray:
         """Which rows have no value in a column, or no time that parses."""
         values, days = self.sample.table[name], self.days if role == LogColumns.TIMESTAMP else None
-        if is_text(values.type):
-            is_dated = role == LogColumns.TIMESTAMP and self.facts[name].dated >= MOSTLY
-            stated = pc.match_substring_regex(values.cast(pa.string()), _DATED if is_dated else r"\S")
-            return ~pc.fill_null(stated, False).to_numpy()
         if days is not None:
             return ~((days >= _FIRST_DAY) & (days < _LAST_DAY))
+        if is_text(values.type):
+            return ~pc.fill_null(pc.match_substring_regex(values.cast(pa.string()), r"\S"), False).to_numpy()
         empty: np.ndarray = pc.is_null(values, nan_is_null=True).to_numpy()
         return empty
 
@@ -355,8 +350,9 @@ class LogReading:
         limits = days_of(self.item_rows[name], own, unit) if is_time else None
         if limits is None or bound in chosen or (unit and unit != chosen.get("available_unit", unit)):
             return
+        unread = np.isnan(limits) & self.item_rows[name].is_valid().to_numpy()
         outside = np.mean(shown < np.floor(limits) if bound == Derived.AVAILABLE_FROM else shown >= limits + 1)
-        if ((limits < _FIRST_DAY) | (limits >= _LAST_DAY)).any():
+        if (unread | (limits < _FIRST_DAY) | (limits >= _LAST_DAY)).any():
             doubt = f"`{name}` is not read, as it has times outside of 1971 to 2099: write nulls for no limit"
         elif outside > _OUTSIDE:
             doubt = f"`{name}` is not read as {bound} of the items: {outside:.0%} of the events are at other times"
@@ -417,31 +413,26 @@ class LogReading:
 
 
 def days_of(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np.ndarray | None:
-    """Times in days since 1970, texts without their time of day, nan = unknown; None = these are no times.
+    """Times in days since 1970, nan = unknown; None = these are no times.
 
     Args:
         values: of a column.
         facts: facts about them.
-        unit: their unit, if they are numbers; None = it is not known.
+        unit: their unit, if they are numbers, or the form of their dates; None = it is not known, or ISO 8601.
     """
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     factor = 1.0
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
         values, factor = values.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()), 1 / MILLISECONDS_PER_DAY
-    elif facts.is_number:
+    elif facts.forms or not facts.is_number:
+        if unit is None and facts.dated < MOSTLY:
+            return None
+        return milliseconds_of(values, unit or "ms") / MILLISECONDS_PER_DAY
+    else:
         if unit is None:
             return None
         factor = MILLISECONDS_PER_UNIT[unit] / MILLISECONDS_PER_DAY
-    else:
-        try:
-            parts = pc.extract_regex(values.cast(pa.string()), _DAY)
-            if parts.null_count == len(parts):
-                return None
-            digits = [pc.utf8_lpad(pc.struct_field(parts, part), 2, "0") for part in ("year", "month", "day")]
-            values = pc.binary_join_element_wise(*digits, "-").cast(pa.date32()).cast(pa.int32())
-        except pa.ArrowInvalid:
-            return None
     return pc.multiply(values.cast(pa.float64(), safe=False), factor).to_numpy()
 
 

@@ -342,13 +342,17 @@ class _Recognizer:
 
     def _time_unit(self) -> str | None:
         facts = self._facts_of(LogColumns.TIMESTAMP)
-        if not facts.is_number:
+        if not facts.is_number and not facts.forms:
             return None
         units, said, shown = facts.clock_units, unit_of_name(facts.name), f"`{facts.name}` ({facts.evidence})"
         if len(units) == 1:
             if said not in (None, units[0]):
                 self.doubts.append(f"{facts.name} is called {said}, its values are times in {units[0]} only")
             return units[0]
+        if facts.forms:
+            either = " or ".join(f"--columns.time_unit {form}" for form in units)
+            self.questions.append(f"timestamp: {shown}: no number is above 12, which is the month? Pass {either}")
+            return None
         if facts.has_clock_end:
             several = "has values of several units, or some that are no times: pass --columns.time_unit UNIT"
             self.questions.append(f"timestamp: {shown} {several}")
@@ -540,9 +544,8 @@ class _Recognizer:
     def _doubts_of(self, rest: Sequence[ColumnFacts]) -> list[str]:
         """Unused columns that state the kind of event, or are called like a flag and are none."""
         doubts = [
-            f"`{one.name}` says what kind of event a row is ({one.evidence}): all kinds count alike; read flags "
-            f"from it (behaviors: {{purchase: {{column: {one.name}, equals: VALUE}}}}), or leave out rows that are no "
-            "feedback"
+            f"`{one.name}` says what kind of event a row is ({one.evidence}): all kinds count alike; say what they are "
+            f"worth: --columns.label '{{column: {one.name}, equals: {{VALUE: 0.5, VALUE: 1}}}}'; others are worth 0"
             for one in rest
             if plain_name(one.name) in event_kinds.EVENT_KINDS
             and (one.kind == "text" or (one.kind == "whole" and one.few))
@@ -583,7 +586,7 @@ def _suits(facts: ColumnFacts, role: str) -> bool:
     if role in LogColumns.IDS:
         return facts.kind in ("whole", "text", "flag")
     if role == LogColumns.TIMESTAMP:
-        return facts.kind in ("whole", "number", "time") or facts.dated >= column_facts.MOSTLY
+        return facts.kind in ("whole", "number", "time") or facts.dated >= column_facts.MOSTLY or bool(facts.forms)
     if role in LogColumns.FLAGS:
         return facts.kind == "flag" or (facts.kind == "text" and bool(true_texts(facts.texts)))
     if role == LogColumns.PROPENSITY:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from recpo.base.errors import Code, RecpoError
 
-TimeUnit = Literal["s", "ms", "us", "ns", "order", "none"]
+TimeUnit = Literal["s", "ms", "us", "ns", "day_first", "month_first", "year_first", "order", "none"]
 DurationUnit = Literal["s", "ms", "us", "min"]
 #: Time units of timestamps that are positions of a user's events, not times.
 POSITIONS: Final = ("order", "none")
@@ -330,7 +330,9 @@ class Columns:
         propensity: column of the logging policy's probability of the item, in (0, 1].
         is_random: column that is true for uniformly random exposures, bool or 0/1; or ``{column: ..., equals: ...}``.
         request_id: column that is shared by the events of one request.
-        time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; "order" = a position without a clock;
+        time_unit: unit of a numeric ``timestamp``, since 1970-01-01 UTC; of dates that are not written as in ISO 8601,
+            their order: "day_first" (31.01.2026 18:30, 31-Jan-2026), "month_first" (1/31/2026 6:30 PM, Sat Jan 31
+            18:30:00 +0000 2026) or "year_first" (20260131, 2026-01-31 06:30 PM); "order" = a position without a clock;
             "none" = the log has no times, or they are not read: the events of each user are put into a random order.
         watch_time_unit: unit of ``watch_time``.
         duration_unit: unit of ``duration``.

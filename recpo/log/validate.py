@@ -15,6 +15,7 @@ from recpo.base.errors import RecpoError
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import UNKNOWN_BUCKET
 from recpo.log.csv_files import row_in_file
+from recpo.log.date_forms import DATE_FORMS
 from recpo.log.engine import Engine
 from recpo.log.events import absent, length_ms, number, timestamp_ms
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns
@@ -174,6 +175,8 @@ def _time_checks(raw: ir.Table, mapping: Columns) -> Iterator[Check]:
     useless = timestamp_ms(time, unit).isnull() & ~absent(time)
     if unit == "order":
         fix = "time_unit order takes whole numbers"
+    elif unit in DATE_FORMS:
+        fix = f"these were read with --columns.time_unit {unit}: write ISO times such as 2024-05-01T12:00:00+08:00"
     elif time.type().is_string():
         fix = f"write ISO times such as 2024-05-01T12:00:00+08:00, or whole numbers in {unit} (--columns.time_unit)"
     else:

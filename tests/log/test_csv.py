@@ -1,6 +1,7 @@
 """CSV files: types from the whole file, faults with row and value, gzip, encodings."""
 
 import gzip
+from datetime import UTC, datetime
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +13,7 @@ from recpo.log.csv_files import CsvFormat, csv_to_parquet, read_ids, row_in_file
 from recpo.log.inspection import inspect_log
 from recpo.log.schema import Columns
 from recpo.log.shaping import EveryEvent
+from recpo.verbs.init import preparation_of
 from tests.refusals import refused
 
 MAPPING = {name: name for name in ("user_id", "item_id", "timestamp", "watch_time", "dislike", "label")}
@@ -220,13 +222,10 @@ def test_what_init_cannot_read_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("column", "values", "given", "asked", "said"),
     [
-        ("enrolled", ["07.01.2026", "12.01.2026"], {}, "timestamp", "`enrolled` (07.01.2026, 12.01.2026)"),
-        ("date", ["Jan 5, 2026", "Jan 6, 2026"], {}, "timestamp", "`date` (Jan 5, 2026, Jan 6, 2026)"),
-        ("t_dat", ["07-Jan-2026", "12-Jan-2026"], {}, "timestamp", "`t_dat` (07-Jan-2026, 12-Jan-2026)"),
-        ("dt", ["20260107", "20260112"], {}, "timestamp", "`dt` (20260107, 20260112, 20260107)"),
+        ("enrolled", ["07.01.26", "12.01.26"], {}, "timestamp", "`enrolled` (07.01.26, 12.01.26)"),
+        ("date", ["5th of Jan, 2026", "6th of Jan, 2026"], {}, "timestamp", "`date` (5th of Jan, 2026, "),
         ("date", ["20260107", "20260112"], {"time_unit": "order"}, None, "no column says"),
-        ("ts", ["2026-01-07 01:02 AM", "2026-01-12 01:02 PM"], {}, "timestamp", "`ts` (2026-01-07 01:02 AM, "),
-        ("mailed", ["03/02/2026", "11/28/2026"], {"timestamp": "mailed"}, "timestamp", "`mailed` (03/02/2026, "),
+        ("mailed", ["03/02/2026", "11/08/2026"], {}, "timestamp", "no number is above 12, which is the month?"),
         ("rating", ["3,5", "1.024,0"], {"time_unit": "none"}, "label", "`rating` (3,5, 1.024,0"),
         ("price", ["3,5", "12,25"], {"time_unit": "none"}, None, "`price` (3,5, 12,25)"),
     ],
@@ -239,6 +238,67 @@ def test_dates_and_numbers_of_other_forms_are_named(tmp_path, column, values, gi
     assert any(said in text for text in (found.questions or found.doubts))
     assert not any("is no clock" in doubt for doubt in found.doubts if found.questions)
     assert not any("no column has times" in doubt for doubt in found.doubts)
+
+
+@pytest.mark.parametrize(
+    ("unit", "first", "second"),
+    [
+        ("day_first", "31.01.2026 18:30", "1.2.2026 6:05"),
+        ("day_first", "31-Jan-2026 18:30:00", "01-feb-2026 06:05:00"),
+        ("day_first", "Sat, 31 Jan 2026 18:30:00 +0000", "Sun, 01 Feb 2026 07:05:00 +0100"),
+        ("month_first", "1/31/2026 6:30 PM", "2/1/2026 6:05 AM"),
+        ("month_first", "January 31, 2026 6:30 p.m.", "February 1, 2026 6:05 a.m."),
+        ("month_first", "Sat Jan 31 18:30:00 +0000 2026", "Sun Feb 01 06:05:00 +0000 2026"),
+        ("year_first", "20260131183000", "20260201060500"),
+        ("year_first", "202601311830", "202602010605"),
+        ("year_first", "2026-01-31 06:30 PM", "2026-02-01 06:05 AM"),
+        ("year_first", "2026.01.31 18:30", "2026.02.01 06:05"),
+    ],
+)
+def test_dates_of_other_forms_are_recognized_and_prepared(tmp_path, unit, first, second):
+    rows = [f'u{n % 7};i{n % 5};"{second if n % 7 > 4 else first}"\n' for n in range(70)]
+    log = tmp_path / "log"
+    log.mkdir()
+    (log / "log.csv").write_text("user_id;item_id;when\n" + "".join(rows))
+    found = inspect_log(log)
+    assert (found.columns.timestamp, found.columns.time_unit) == ("when", unit)
+    choice = preparation_of(found) | {"split": recpo.LeaveLastOut(), "catalog": "log"}
+    recpo.prepare(**choice, out=tmp_path / "out", progress=False)
+    times = pq.read_table(tmp_path / "out" / "histories.parquet")["timestamp"].cast(pa.int64()).to_pylist()
+    moments = [datetime(2026, 1, 31, 18, 30, tzinfo=UTC), datetime(2026, 2, 1, 6, 5, tzinfo=UTC)]
+    assert sorted(set(times)) == [moment.timestamp() * 1000 for moment in moments]
+
+
+def test_negative_quantities_are_named(tmp_path):
+    """As returns in the rows of an invoice (UCI's Online Retail)."""
+    rows = [
+        f"C{n // 5},S{n % 9},{-1 if n % 20 == 7 else 1 + n % 6},7/{1 + n % 28}/2017 2:4{n % 10},{n % 11}\n"
+        for n in range(300)
+    ]
+    (tmp_path / "log.csv").write_text("InvoiceNo,StockCode,Quantity,InvoiceDate,CustomerID\n" + "".join(rows))
+    found = inspect_log(tmp_path)
+    assert (found.columns.user_id, found.columns.item_id, found.columns.time_unit) == (
+        "CustomerID",
+        "StockCode",
+        "month_first",
+    )
+    assert any(doubt.startswith("`Quantity` (-1 to 6; 7 distinct) has negative numbers") for doubt in found.doubts)
+
+
+def test_the_first_line_of_a_file_without_numbers_may_have_no_names(tmp_path):
+    rows = [f"user_{n % 7}\t2009-05-{1 + n % 28:02d}T23:08:57Z\tartist_{n % 5}\n" for n in range(60)]
+    (tmp_path / "log.tsv").write_text("".join(rows))
+    (question,) = inspect_log(tmp_path).questions
+    assert question.startswith(
+        "the first line has no names (user_0, 2009-05-01T23:08:57Z, artist_0): name its 3 columns"
+    )
+
+
+def test_the_digits_of_days_are_a_clock(tmp_path):
+    rows = [f"u{n % 7},i{n % 5},202601{1 + n % 28:02d}\n" for n in range(200)]
+    (tmp_path / "log.csv").write_text("user_id,item_id,dt\n" + "".join(rows))
+    found = inspect_log(tmp_path)
+    assert (found.columns.timestamp, found.columns.time_unit, found.counts.days) == ("dt", "year_first", 27)
 
 
 def test_the_time_of_day_in_a_column_of_its_own_is_named(tmp_path):

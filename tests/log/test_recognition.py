@@ -254,7 +254,7 @@ def test_a_log_without_times_has_a_random_order_and_a_time_that_is_not_read_is_a
     found = recognize(facts(**timeless))
     assert (found.questions, found.columns.time_unit, found.column("timestamp")) == ((), "none", None)
     assert "no column has times" in found.doubts[0]
-    (question,) = recognize(facts(**timeless, time=["11/15/2019 8:55:22 AM", "1/2/2019 9:00:00 PM"] * 20)).questions
+    (question,) = recognize(facts(**timeless, time=["Friday, 8:55", "Monday, 9:00"] * 20)).questions
     assert "pass --columns.time_unit none" in question
     said = recognize(facts(**BASE), Columns(time_unit="none"))
     assert (said.questions, said.columns.time_unit, said.column("timestamp")) == ((), "none", None)

@@ -19,6 +19,7 @@ import pytest
 
 from recpo.base.errors import RecpoError
 from recpo.cli.main import main
+from recpo.log.date_forms import DATE_FORMS
 from recpo.log.engine import DuckDBEngine, EngineOptions, start_engine
 from recpo.log.events import timestamp_ms
 from recpo.log.locations import Location, locate
@@ -298,9 +299,21 @@ def test_a_text_is_the_same_time_to_both_engines_or_to_one_of_them_none(spark, t
     texts += [" 2024-05-01", "2024-05-01 12:00:00 +08:00", "1e12", "1700000000000.5", "17_000", "now", "0x11"]
     texts += ["2024-05-01 UTC", "2024-13-01", "2024-02-30", "20240501", "2024-05-01T12:00:00,5", "1700000000000 "]
     texts += ["2024-05-01T12:00:00.1239"]
+    dates = ["31.01.2026 18:30", "31-Jan-2026", "Sat, 31 Jan 2026 18:30:00 +0100", "1/31/2026 6:30 PM", "1/2/2026"]
+    dates += ["Sat Jan 31 18:30:00 +0000 2026", "Jan 31, 2026 12:05 a.m.", "20260131", "20260131183000", "20261331"]
+    dates += ["2026-01-31 06:30 PM", "2026.01.31 18:30", "31.01.26", "", "45.01.2026"]
+    texts += dates
     duckdb, spark_found = compared(
-        spark, tmp_path, pa.table({"time": texts}), lambda rows: rows.select("row", ms=timestamp_ms(rows["time"], "ms"))
+        spark,
+        tmp_path,
+        pa.table({"time": texts}),
+        lambda rows: rows.select("row", **{unit: timestamp_ms(rows["time"], unit) for unit in ("ms", *DATE_FORMS)}),
     )
+    for form in DATE_FORMS:
+        read = duckdb[form][-len(dates) :]
+        assert read == spark_found[form][-len(dates) :]
+        assert sum(one is not None for one in read) >= 4, form
+    duckdb, spark_found = {"ms": duckdb["ms"]}, {"ms": spark_found["ms"]}
     for text, ours, theirs in zip(texts, duckdb["ms"], spark_found["ms"], strict=True):
         assert None in (ours, theirs) or ours == theirs, text
     both_read = [text for text, *ms in zip(texts, duckdb["ms"], spark_found["ms"], strict=True) if None not in ms]
