@@ -40,6 +40,8 @@ from recpo.rewards.counted import (
     item_scores,
     personal_popularity,
     popularity_of,
+    segment_policy,
+    segments_of,
 )
 from recpo.rewards.factors import Factors
 from recpo.rewards.graded import FactorOptions
@@ -57,6 +59,8 @@ Baseline = Literal[
     "item_rate",
     "recency",
     "recent_rate",
+    "segment_popularity",
+    "segment_rate",
     "sequential_rules",
     "factorization",
     "implicit_als",
@@ -176,6 +180,11 @@ def default_baselines(data: Prepared) -> list[Baseline]:
     return [*found, "personal_popularity"] if data.repeats else found
 
 
+def segment_baselines(data: Prepared) -> list[Baseline]:
+    """Popularity and rate of segments, if the table of users has a category that they may be values of."""
+    return ["segment_popularity", "segment_rate"] if segments_of(data) else []
+
+
 def _has_grades(data: Prepared, period: Literal["train", "valid"]) -> bool:
     names = ["feedback", "is_target"]
     shards = (data.columns(period, shard, names) for shard in range(data.num_shards(period)))
@@ -274,6 +283,8 @@ def baseline_model(
         return fit_sequential_rules(data, options.sequential_rules)
     if name == "personal_popularity":
         return personal_popularity(data)
+    if name in ("segment_popularity", "segment_rate"):
+        return segment_policy(name, data)
     return popularity_of(item_scores(name, data, options.recency_half_life))
 
 

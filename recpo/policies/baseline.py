@@ -1,8 +1,8 @@
 """Baselines as policies: a softmax over the scores that a model without training steps gives to every item.
 
 A baseline that no trained policy beats is what a team should serve (``recpo fit``). As a policy it is exported,
-verified and served like any other: popularity, personal popularity, a factorization of grades, implicit ALS,
-AllRank, EASE and sequential rules.
+verified and served like any other: popularity, popularity of segments, personal popularity, a factorization of grades,
+implicit ALS, AllRank, EASE and sequential rules.
 """
 
 import inspect
@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from recpo.base.contracts import DotProductPolicy, Policy
-from recpo.base.errors import validate_range
-from recpo.base.features import FeatureSchema
+from recpo.base.errors import RecpoError, validate_range
+from recpo.base.features import UNKNOWN, Category, FeatureSchema, Reads, of_type
 from recpo.base.feedback import GRADES, LEAST_POSITIVE_LEVEL
 from recpo.base.types import FeedbackBatch, Histories, Recommendations, SamplingOptions
 from recpo.ops import small_systems
@@ -123,6 +123,53 @@ class PopularityPolicy(BaselinePolicy):
         logits = self.item_scores / self.temperature
         logp = logits[(item_ids - 1).clamp_min(0)] - logits.logsumexp(0)
         return Recommendations(item_ids, logp.masked_fill(item_ids == 0, -torch.inf))
+
+
+class SegmentPolicy(BaselinePolicy):
+    """The same score for all users of a segment: popularity, or the rate of positives, among users with one value.
+
+    Args:
+        num_items: catalog size V.
+        feature: the category of users whose values are the segments.
+        num_codes: its codes, of which 0 (missing) and 1 (unknown) stand for all users.
+        temperature: see ``BaselinePolicy``.
+
+    Attributes:
+        segment_scores: ``[num_codes, V]``.
+    """
+
+    segment_scores: Tensor
+
+    def __init__(self, num_items: int, *, feature: str, num_codes: int, temperature: float = 1.0) -> None:
+        super().__init__(num_items, max_history=1, temperature=temperature)
+        self.feature, self.num_codes, self.reads = feature, num_codes, Reads(user=True)
+        self._place = 0
+        self.register_buffer("segment_scores", torch.zeros(num_codes, num_items))
+
+    def set_schema(self, schema: FeatureSchema, behaviors: Sequence[str] = ()) -> None:
+        """Finds the category. It reads no behaviors.
+
+        Raises:
+            RecpoError: the schema has no such category of users.
+        """
+        names = [one.name for one in of_type(schema.user, Category)]
+        if self.feature not in names:
+            raise RecpoError(
+                f"the segments are values of {self.feature!r}, which is no category of the users here "
+                f"({', '.join(names) or 'there is none'}): take the data that they were counted on",
+                code="mismatch",
+                field="user_features",
+            )
+        self._place = names.index(self.feature)
+
+    def scores(self, histories: Histories) -> Tensor:
+        """See ``BaselinePolicy.scores``.
+
+        Raises:
+            RecpoError: the histories have no features of users.
+        """
+        codes = grade_factors.user_features_of(histories).codes[..., self._place]
+        return self.segment_scores[torch.where(codes < self.num_codes, codes, UNKNOWN)]
 
 
 class FactorPolicy(BaselinePolicy):

@@ -277,14 +277,23 @@ def user_means(features: Sequence[Feature], histories: Histories, weights: Tenso
     Raises:
         RecpoError: the histories have no features of users.
     """
+    return linear_in_features(features, user_features_of(histories), weights.double())
+
+
+def user_features_of(histories: Histories) -> Features:
+    """The features of the users of histories.
+
+    Raises:
+        RecpoError: the histories have none.
+    """
     if histories.user is None:
         raise RecpoError(
-            "the factors read features of users, and these histories have none: read them with the histories, or give "
+            "the model reads features of users, and these histories have none: read them with the histories, or give "
             "user_features",
             code="missing_value",
             field="user_features",
         )
-    return linear_in_features(features, histories.user, weights.double())
+    return histories.user
 
 
 def recent_feedback(histories: Histories, max_history: int) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,25 @@
-"""Baselines that are counted, without any fit: popularity, personal popularity and sequential rules."""
+"""Baselines that are counted, without any fit: popularity, of all or of segments, personal popularity, and rules."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
 import torch
 from scipy.sparse import csr_array
 
-from recpo.base.errors import NonNegativeFloat, OpenUnitInterval, PositiveInt, validate_ranges
+from recpo.base.errors import NonNegativeFloat, OpenUnitInterval, PositiveInt, RecpoError, validate_ranges
+from recpo.base.features import FIRST_CODE, Category, of_type
 from recpo.log.prepared import Prepared
 from recpo.log.schema import MILLISECONDS_PER_DAY
-from recpo.policies.baseline import PersonalPopularityPolicy, PopularityPolicy, SequentialRulesPolicy
+from recpo.policies.baseline import PersonalPopularityPolicy, PopularityPolicy, SegmentPolicy, SequentialRulesPolicy
 from recpo.rewards.implicit import positive_events
 
 _RATE_EVENTS: Final = 10.0
+_SEGMENT_POSITIVES: Final = 100.0
+_MOST_SCORES: Final = 25_000_000  # of segments and items
 _LOWEST: Final = 1e-6  # scores by popularity are below this, and below every rule and every chosen item
 
 
@@ -73,6 +77,70 @@ def recent_counts(data: Prepared, half_life_days: float | None) -> np.ndarray:
         for total, of in zip(sums, (weight, weight * positive), strict=True):
             total += np.bincount(columns["item_index"], of, minlength=data.num_items + 1)[1:]
     return sums
+
+
+def segment_policy(name: str, data: Prepared) -> SegmentPolicy:
+    """What users with the same value of one category like: a country, a plan, a kind of account.
+
+    ``segment_rate`` of an item i and a value v is the share of positives among the events of i with users of v, shrunk
+    toward ``item_rate`` as if ten more events had been seen: ``(positives_iv + 10 rate_i) / (events_iv + 10)``.
+    ``segment_popularity`` is the share of i among the positives of v, shrunk toward that of all users:
+    ``(positives_iv + 100 share_i) / (positives_v + 100)``. Users without a known value get the item's own.
+
+    Of several categories, the one with the largest sum of ``events (score - score of all)^2``, less what chance alone
+    would give it.
+
+    Args:
+        name: segment_rate or segment_popularity.
+        data: prepared data with a table of users.
+
+    Raises:
+        RecpoError: no category of users has few enough values.
+    """
+    categories = segments_of(data)
+    if not categories:
+        raise RecpoError(
+            f"{name}: no table of users with a category of at most {_MOST_SCORES // data.num_items:,} values: prepare "
+            "the log with --users, or take item_rate or popularity",
+            code="missing_value",
+            field="users",
+        )
+    counted = [(*_of_segments(name, data, place, codes), feature) for feature, (place, codes) in categories.items()]
+    _, scores, feature = max(counted, key=itemgetter(0))
+    policy = SegmentPolicy(data.num_items, feature=feature, num_codes=len(scores))
+    policy.set_schema(data.feature_schema)
+    policy.segment_scores.copy_(torch.from_numpy(scores).add(1e-9).log())
+    return policy.eval()
+
+
+def segments_of(data: Prepared) -> dict[str, tuple[int, int]]:
+    """The categories of users that segments may be values of: name -> place among the categories, and codes."""
+    sizes = {one.name: int(one.num_codes or 0) for one in of_type(data.feature_schema.user, Category)}
+    found = {name: (place, codes) for place, (name, codes) in enumerate(sizes.items())}
+    return {name: one for name, one in found.items() if FIRST_CODE < one[1] <= _MOST_SCORES / data.num_items}
+
+
+def _of_segments(name: str, data: Prepared, place: int, codes: int) -> tuple[float, np.ndarray]:
+    """How much the values of a category differ, and the scores ``[codes, V]``."""
+    code, size = data.user_features().codes[:, place].astype(np.int64), data.num_items + 1
+    events, positives = np.zeros((2, codes * size))
+    for columns in data.train_columns(["user_index", "item_index", "label", "dislike"]):
+        cell = np.minimum(code[columns["user_index"]], codes - 1) * size + columns["item_index"]
+        events += np.bincount(cell, minlength=codes * size)
+        positive = data.feedback.rule.positive(columns["label"], columns["dislike"])
+        positives += np.bincount(cell, positive, minlength=codes * size)
+    events, positives = (counts.reshape(codes, size)[:, 1:] for counts in (events, positives))
+    if name == "segment_rate":
+        own, seen, added = item_scores("item_rate", data), events, _RATE_EVENTS
+        variance = own * (1 - own)
+    else:
+        own = positives.sum(0) / max(1.0, positives.sum())
+        seen, added = positives.sum(1, keepdims=True), _SEGMENT_POSITIVES
+        variance = own
+    scores = (positives + added * own) / (seen + added)
+    scores[:FIRST_CODE] = own
+    by_chance = variance * (seen / (seen + added)) ** 2
+    return float((seen * (scores - own) ** 2 - by_chance)[FIRST_CODE:].sum()), scores
 
 
 def personal_popularity(data: Prepared) -> PersonalPopularityPolicy:

@@ -60,7 +60,7 @@ def _name_of(own: type) -> str:
     return f"{own.__module__}.{own.__qualname__}"
 
 
-_COUNTED = (baseline.SequentialRulesPolicy, baseline.PersonalPopularityPolicy)
+_COUNTED = (baseline.SequentialRulesPolicy, baseline.PersonalPopularityPolicy, baseline.SegmentPolicy)
 _BASELINES = (baseline.PopularityPolicy, baseline.FactorPolicy, baseline.ImplicitPolicy, baseline.EasePolicy, *_COUNTED)
 _BASES = (CatalogSoftmaxPolicy, SemanticIdPolicy, *_BASELINES)
 _OWN: dict[str, type[Policy | Block]] = {_name_of(own): own for own in (*_BASES, *_TILTED, SASRecBlock, HSTUBlock)}

@@ -199,7 +199,11 @@ class ByBaseline:
     policy: BaselinePolicy
     configuration: Mapping[str, Any]
     candidates: int
-    user_features = False
+
+    @property
+    def user_features(self) -> bool:
+        """Whether the baseline reads features of users."""
+        return self.policy.reads.user
 
     def __call__(self, base: Policy, temperature: float) -> ProductPolicy | RerankedProductPolicy:
         """``base(i | h) exp(score(h, i) / temperature)``, normalized; exact if the base is a ``DotProductPolicy``."""
@@ -488,6 +492,7 @@ class TiltBase:
         """Writes the files of a run that do not depend on the tilt: items, feedback, codes and features."""
         if isinstance(self.source, Prepared):
             run.write_items(root, self.source)
+            run.write_features(root, self.policy, self.source)
             return
         for name in self.source.files:
             if name not in (Run.RESOLVED, Run.ORIGIN) and not name.startswith(Run.CHECKPOINTS):

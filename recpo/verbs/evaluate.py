@@ -57,7 +57,8 @@ class Evaluate(RankingOptions, ModelOptions, WritingVerb[Evaluation]):
     columns user_id, item_id and rank (1 = best) or score (higher = better), in the ids of the log. Baselines:
     popularity (training events), personal_popularity (what the user chose most often), positives (training positives),
     item_rate (share of positives), recency and recent_rate (training events and share of positives, newer ones counting
-    more), sequential_rules (what followed the positives of the history elsewhere), factorization (matrix factorization
+    more), segment_popularity and segment_rate (of users with the same value of a category of the table of users),
+    sequential_rules (what followed the positives of the history elsewhere), factorization (matrix factorization
     of graded feedback), implicit_als (alternating least squares on positives), allrank (alternating least squares on
     the grades of what was shown, and zeros elsewhere), ease (linear model of items by items, for catalogs up to 15,000
     items), random.

@@ -43,7 +43,8 @@ class Export(BundleOptions, Verb[Bundle | Refreshed]):
     run: Run | Factors | Path | str | None = None
     """run directory written by ``recpo train`` or ``recpo tilt``. With ``prepared`` also factors written by ``recpo
     factorize``, or the name of a baseline of ``recpo evaluate``: popularity, personal_popularity, positives,
-    item_rate, recency, recent_rate, sequential_rules, factorization, implicit_als, allrank or ease"""
+    item_rate, recency, recent_rate, segment_popularity, segment_rate, sequential_rules, factorization, implicit_als,
+    allrank or ease"""
     _: KW_ONLY
     prepared: Prepared | Path | str | None = None
     """prepared data, for a baseline or factors"""

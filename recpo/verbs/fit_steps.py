@@ -34,6 +34,7 @@ from recpo.evaluation.contenders import (
     BaselineOptions,
     Contender,
     fitted_model,
+    segment_baselines,
 )
 from recpo.evaluation.decision import CRITERION, criterion_of
 from recpo.evaluation.held_out_pass import Evaluated, HeldOutPass, RankingOptions, held_out_users
@@ -240,15 +241,13 @@ class FitSteps:
         minutes, seconds = divmod(max(0, round(self.left)), 60)
         self.options.on_step(f"{minutes:3d}:{seconds:02d} left  {text}")
 
-    # contenders
-
     @cached_property
     def baselines(self) -> list[Baseline]:
         """The baselines that a team would use and a bundle can serve."""
         found: list[Baseline] = ["popularity", "item_rate", RULES, "implicit_als"]
         found += [PERSONAL] if self.data.repeats else []
-        if self.data.ends_at_once:
-            found.append("recent_rate" if self.graded else "recency")
+        found += segment_baselines(self.data)[: 1 + self.graded]
+        found += [] if not self.data.ends_at_once else ["recent_rate"] if self.graded else ["recency"]
         ease, items = EaseOptions(), self.data.num_items
         seconds = ease.operations(items) / _EASE_RATE
         fits = items <= ease.max_items and 2 * ease.memory(items) <= _memory()  # one half is for the rest
@@ -520,9 +519,10 @@ class FitSteps:
                         raise
                 seconds[name] = clock.seconds
         shutil.rmtree(probes, ignore_errors=True)
-        shared = seconds[recipes.PRETRAIN]
         return {
-            name: _OVERHEAD * seconds.get(name, shared) * recipes.RECIPES[name].full_length(self._counts)
+            name: _OVERHEAD
+            * seconds.get(name, seconds[recipes.PRETRAIN])
+            * recipes.RECIPES[name].full_length(self._counts)
             for name in wanted
         }
 

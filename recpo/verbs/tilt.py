@@ -133,8 +133,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         factors = None if self._by_baseline else Factors.open(self.factors)
         inputs = [one for one in (self.run, self.prepared, self.factors) if str(one) not in _TILTED]
         validate_output_directory(self.out, kind="run", overwrite=self.overwrite, inputs=inputs)
-        base = self._base(data, factors)
         by = self._by(data, factors)
+        base = self._base(data, factors, by.user_features)
         measures = data is not None and data.holds_out
         if self.temperature == "auto" and not measures:
             raise RecpoError(
@@ -166,9 +166,9 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         served = served_baseline(named, data, self.baseline_cache, self.baseline_options)
         return tilting.ByBaseline(named, served.policy.eval(), served.configuration, self.candidates)
 
-    def _base(self, data: Prepared | None, factors: Factors | None) -> tilting.TiltBase:
+    def _base(self, data: Prepared | None, factors: Factors | None, reads_users: bool) -> tilting.TiltBase:
         """What is tilted, after everything that is given was checked."""
-        named, reads_users = self.run, factors is not None and factors.user_features
+        named = self.run
         if not isinstance(named, Run) and is_baseline(named):
             return self._baseline(str(named), data, factors)
         run = Run.open(named, self.trust)
@@ -177,7 +177,7 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
             factors.validate_items(run.catalog_checksum, run.root)
         if data is None and reads_users:
             raise RecpoError(
-                "the factors read features of users, whose vocabularies are in the prepared data: name them",
+                "what tilts it reads features of users, whose vocabularies are in the prepared data: name them",
                 code="missing_option",
                 field="prepared",
             )
@@ -191,8 +191,8 @@ class Tilt(ModelOptions, WritingVerb[tilting.TiltResult]):
         if data is not None and reads_users and run.features_that_differ(base.policy, data):
             raise RecpoError(
                 f"{data.root} has other vocabularies or means of features than those that {run.root} was trained "
-                "with, and the factors read its features of users: train the run on these data, or fit the factors "
-                "with user_features false",
+                "with, and what tilts it reads its features of users: train the run on these data, or tilt by what "
+                "reads none",
                 code="mismatch",
                 field="user_features",
             )
