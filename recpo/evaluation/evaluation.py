@@ -183,15 +183,14 @@ class VariantEvaluation(Evaluation):
 
     def html(self) -> str:
         """The report's page."""
-        document = self.document
         return render(
             "variants.html.jinja",
-            title=f"Variants of experiment {document['experiment']}",
+            title=f"Variants of experiment {self.document['experiment']}",
             subtitle="impressions of a server's log; a value is the sum of the grades of a list less its dislikes",
-            version=document["recpo_version"],
+            version=self.document["recpo_version"],
             numbers=METRICS,
-            document=document,
-            tables=variants_tables(document),
+            document=self.document,
+            tables=variants_tables(self.document),
         )
 
     def _repr_html_(self) -> str:

@@ -4,18 +4,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import ibis
-import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 
-_MONTHS: Final = "janfebmaraprmayjunjulaugsepoctnovdec"
 _WEEKDAY: Final = r"^\s*(?:(?i:mon|tue|wed|thu|fri|sat|sun)[a-z]*,? )?"
 _DAY, _YEAR = r"([0-9]{1,2})", r"((?:19|20)[0-9]{2})"
 _MONTH = r"([0-9]{1,2}|(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[A-Za-z]*)"
 #: Form -> a pattern of the date, and which of its groups are year, month and day. The year may stand at the end, as in
 #: ``Sat Jan 31 18:30:00 +0000 2026``.
-_PATTERNS: Final[Mapping[str, tuple[str, tuple[int, int, int]]]] = {
+PATTERNS: Final[Mapping[str, tuple[str, tuple[int, int, int]]]] = {
     "day_first": (rf"{_WEEKDAY}{_DAY}[./ -]{_MONTH}\.?[./ -]{_YEAR}(?:[^0-9]|$)", (3, 2, 1)),
     "month_first": (rf"{_WEEKDAY}{_MONTH}\.?[./ -]{_DAY},?[./ -](?:.* )?{_YEAR}(?:[^0-9]|$)", (3, 1, 2)),
     "year_first": (
@@ -23,41 +20,16 @@ _PATTERNS: Final[Mapping[str, tuple[str, tuple[int, int, int]]]] = {
         (1, 2, 3),
     ),
 }
-DATE_FORMS: Final = tuple(_PATTERNS)
+DATE_FORMS: Final = tuple(PATTERNS)
 #: Hours, minutes and seconds behind a date, and also as the last digits of 20260131183000.
-_CLOCK: Final = r"[T, ]([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?"
-_DIGITS: Final = r"(?:[T ]|^[0-9]{8})([0-9]{1,2}):?([0-9]{2}):?([0-9]{2})?"
-_HALF: Final = r"(?i)[0-9] ?([ap])\.?m\b"
-_OFFSET: Final = r":[0-9]{2}(?:\.[0-9]+)? ?([+-][0-9]{2}:?[0-9]{2})\b"
+CLOCK: Final = r"[T, ]([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?"
+DIGITS: Final = r"(?:[T ]|^[0-9]{8})([0-9]{1,2}):?([0-9]{2}):?([0-9]{2})?"
+HALF: Final = r"(?i)[0-9] ?([ap])\.?m\b"
+OFFSET: Final = r":[0-9]{2}(?:\.[0-9]+)? ?([+-][0-9]{2}:?[0-9]{2})\b"
 _MOSTLY: Final = 0.5  # of the texts, more than this share, are written so
 _WRONG: Final = 0.005  # of the dates, at most, are none
 _FEW: Final = 20
 _FIRST, _END = 19_950_101, 20_400_101  # days that digits may be
-
-
-def as_iso(text: ir.StringColumn, form: str) -> ir.StringColumn:
-    """Dates as ISO 8601 writes them, such as 2026-01-31T18:30:00; null where a text is no date of this form.
-
-    Args:
-        text: dates, with or without a time of day, AM or PM, and an offset from UTC.
-        form: ``day_first``, ``month_first`` or ``year_first``.
-    """
-    pattern, places = _PATTERNS[form]
-    year, month, day = (text.re_extract(pattern, place) for place in places)
-    named = ibis.literal(_MONTHS).find(month.lower().substr(0, 3))
-    month = ibis.ifelse(month.re_search("^[0-9]+$"), month, (named // 3 + 1).cast("int64").cast("string"))
-    clock = _DIGITS if form == "year_first" else _CLOCK
-    hour, minute, second = (_or_zero(text.re_extract(clock, place)) for place in (1, 2, 3))
-    half = text.re_extract(_HALF, 1).lower()
-    twelve = hour.cast("int64") % 12 + ibis.ifelse(half == "p", 12, 0)
-    hour = ibis.ifelse(half == "", hour.cast("int64"), twelve).cast("string")
-    year, month, day, hour, minute, second = (one.lpad(2, "0") for one in (year, month, day, hour, minute, second))
-    whole = year + "-" + month + "-" + day + "T" + hour + ":" + minute + ":" + second + text.re_extract(_OFFSET, 1)
-    return ibis.ifelse(text.re_search(pattern), whole, ibis.null("string"))
-
-
-def _or_zero(text: ir.StringColumn) -> ir.StringColumn:
-    return ibis.ifelse(text.isnull() | (text == ""), "0", text)
 
 
 def forms_of(texts: pa.ChunkedArray) -> tuple[str, ...]:
@@ -67,7 +39,7 @@ def forms_of(texts: pa.ChunkedArray) -> tuple[str, ...]:
 
 
 def _are_written(texts: Sequence[str], form: str) -> bool:
-    pattern, (_, month, day) = _PATTERNS[form]
+    pattern, (_, month, day) = PATTERNS[form]
     found = [one for text in texts if (one := re.search(pattern, text)) is not None]
     wrong = sum((one[month].isdigit() and int(one[month]) > 12) or int(one[day]) > 31 for one in found)
     return len(found) > _MOSTLY * len(texts) and wrong <= _WRONG * len(found)
@@ -75,7 +47,7 @@ def _are_written(texts: Sequence[str], form: str) -> bool:
 
 def has_half_days(text: str) -> bool:
     """Whether a text ends with AM or PM."""
-    return re.search(_HALF, text) is not None
+    return re.search(HALF, text) is not None
 
 
 def are_dates(numbers: np.ndarray) -> bool:

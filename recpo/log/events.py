@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add, gt, lt
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import ibis
 import ibis.expr.datatypes as dt
@@ -14,11 +14,12 @@ import pyarrow as pa
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import FeedbackRule
 from recpo.base.frames import EARLIEST_MS, LATEST_MS
-from recpo.log import schema
-from recpo.log.date_forms import DATE_FORMS, as_iso
+from recpo.log import date_forms, schema
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import Columns, Derived, FlagColumn, LogColumns
+
+_MONTHS: Final = "janfebmaraprmayjunjulaugsepoctnovdec"
 
 
 def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, FlagColumn]) -> ir.Table:
@@ -92,8 +93,8 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
     kind = column.type()
     if kind.is_timestamp() or kind.is_date():
         return _plausible(_clock_ms(column.cast("timestamp")))
-    if unit in DATE_FORMS:
-        return _dated_ms(as_iso(column if kind.is_string() else column.try_cast("int64").cast("string"), unit))
+    if unit in date_forms.DATE_FORMS:
+        return _dated_ms(_as_iso(column if kind.is_string() else column.try_cast("int64").cast("string"), unit))
     if kind.is_string():
         counted = _numeric_ms(column.try_cast("int64"), unit)
         # An offset in the string is used; without one, the string is UTC. The accepted formats are checked here because
@@ -102,6 +103,31 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
         dated = dated.replace(" +", "+").replace(" -", "-")  # an offset after a space, as Snowflake writes it
         return counted.coalesce(_dated_ms(dated))
     return _numeric_ms(column, unit)
+
+
+def _as_iso(text: ir.StringColumn, form: str) -> ir.StringColumn:
+    """Dates as ISO 8601 writes them, such as 2026-01-31T18:30:00; null where a text is no date of this form.
+
+    Args:
+        text: dates, with or without a time of day, AM or PM, and an offset from UTC.
+        form: ``day_first``, ``month_first`` or ``year_first``.
+    """
+    pattern, places = date_forms.PATTERNS[form]
+    year, month, day = (text.re_extract(pattern, place) for place in places)
+    named = ibis.literal(_MONTHS).find(month.lower().substr(0, 3))
+    month = ibis.ifelse(month.re_search("^[0-9]+$"), month, (named // 3 + 1).cast("int64").cast("string"))
+    clock = date_forms.DIGITS if form == "year_first" else date_forms.CLOCK
+    hour, minute, second = (_or_zero(text.re_extract(clock, place)) for place in (1, 2, 3))
+    half = text.re_extract(date_forms.HALF, 1).lower()
+    twelve = hour.cast("int64") % 12 + ibis.ifelse(half == "p", 12, 0)
+    hour = ibis.ifelse(half == "", hour.cast("int64"), twelve).cast("string")
+    year, month, day, hour, minute, second = (one.lpad(2, "0") for one in (year, month, day, hour, minute, second))
+    moment = year + "-" + month + "-" + day + "T" + hour + ":" + minute + ":" + second
+    return ibis.ifelse(text.re_search(pattern), moment + text.re_extract(date_forms.OFFSET, 1), ibis.null("string"))
+
+
+def _or_zero(text: ir.StringColumn) -> ir.StringColumn:
+    return ibis.ifelse(text.isnull() | (text == ""), "0", text)
 
 
 def milliseconds_of(values: pa.ChunkedArray, unit: str) -> np.ndarray:

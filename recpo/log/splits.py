@@ -36,6 +36,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 #: Rule of ``idle_days``: days that are tried, events expected of idle items, and at most this share of them happened.
 _IDLE_DAYS: Final = (1, 2, 3, 5, 7, 10, 14, 21, 30)
 _LEAST_EXPECTED, _COME_BACK = 300, 0.003
+_OFTENER: Final = 1.75
 
 
 def idle_days(first: np.ndarray, last: np.ndarray, counts: np.ndarray, later: np.ndarray, begin: int, end: int) -> int:
@@ -65,18 +66,21 @@ def idle_days(first: np.ndarray, last: np.ndarray, counts: np.ndarray, later: np
 def chosen_again(counts: Mapping[str, Any]) -> bool:
     """Whether people choose items of their past: most positives of the validation period are of such items.
 
-    Where offers are logged, an item may be there again because it was offered again. Then nine tenths must be, which
-    leaves little to learn from new items, and such offers liked at least as often as others: people do not tire.
+    Where offers are logged, an item may be there again because it was offered again. Then people must come back to what
+    they had: they like such offers 1.75 times as often as those of new items. Or nine tenths must be of past items,
+    which leaves little to learn from new ones, and liked at least as often as others: people do not tire.
 
     Args:
         counts: of the manifest.
     """
-    of_past, splits = counts["repeated_positives"], counts["splits"]
+    of_past, again, splits = counts["repeated_positives"], counts["repeated_targets"], counts["splits"]
     positives, targets = splits["valid"]["positive"], splits["valid"]["targets"]
-    chosen = all(splits[period]["positive"] == splits[period]["targets"] for period in PERIODS)
-    if chosen:
-        return 2 * of_past > positives
-    return 10 * of_past > 9 * positives and of_past * targets >= positives * counts["repeated_targets"]
+    if 2 * of_past <= positives:
+        return False
+    if all(splits[period]["positive"] == splits[period]["targets"] for period in PERIODS):
+        return True
+    come_back = of_past * (targets - again) > _OFTENER * (positives - of_past) * again
+    return come_back or (10 * of_past > 9 * positives and of_past * targets >= positives * again)
 
 
 class Split(ABC):

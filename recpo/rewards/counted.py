@@ -105,7 +105,7 @@ def segment_policy(name: str, data: Prepared) -> SegmentPolicy:
             code="missing_value",
             field="users",
         )
-    counted = [(*_of_segments(name, data, place, codes), feature) for feature, (place, codes) in categories.items()]
+    counted = ((*_of_segments(name, data, place, codes), feature) for feature, (place, codes) in categories.items())
     _, scores, feature = max(counted, key=itemgetter(0))
     policy = SegmentPolicy(data.num_items, feature=feature, num_codes=len(scores))
     policy.set_schema(data.feature_schema)

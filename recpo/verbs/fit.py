@@ -150,7 +150,7 @@ class Fit(StepOptions, ResumableVerb[Decision]):
     """delimiter and column names of text files, if known"""
     repeats: bool | None = None
     """whether lists may have items of a user's past, as in music or groceries; null = if most positives of the
-    validation period are of such items (nine tenths, where not all events are positive)"""
+    validation period are of such items and, where not all events are positive, these are liked more than new ones"""
     truth: Path | str | None = None
     """directory written by ``recpo simulate``: the report then also shows true values. They never decide"""
 

@@ -1,5 +1,6 @@
 """The verb ``recommend``: lists of a bundle, run, factors or baseline, for a frame or a Parquet file of any size."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from recpo.artifacts.checksums import kind_of
 from recpo.artifacts.outputs import output_file
 from recpo.base.errors import NonNegativeInt, PositiveInt, RecpoError, reading
 from recpo.base.frames import Frame, id_column, read_frame, require_columns, to_arrow
+from recpo.log.csv_files import first_rows, is_text_file, table_format
 from recpo.serving import recommending
 from recpo.serving.bundle import Bundle
 from recpo.serving.histories import ITEM_ID, TIMESTAMP, USER_ID, HistoryReader, ServingCounts
@@ -81,12 +83,13 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
     out: str | Path | None = None
     """Parquet file to write: user_id, rank, item_id, score; an existing one is replaced"""
     exclude: Frame | str | Path | None = None
-    """user_id and item_id, a frame or Parquet file: items that must not be listed"""
+    """user_id and item_id, a frame, Parquet or text file: items that must not be listed"""
     users: Frame | str | Path | Sequence[Any] | None = None
-    """user_id, a frame or Parquet file, or the ids: the users to serve, including new users; null = the users of the
-    histories"""
+    """user_id, a frame, Parquet or text file, or the ids: the users to serve, including new users; null = the users of
+    the histories"""
     user_features: Frame | str | Path | None = None
-    """user_id and the features as in the prepared user table; only if the policy reads them"""
+    """user_id and the features as in the prepared user table, as a frame, Parquet or text file; only if the policy
+    reads them"""
     context: Frame | str | Path | None = None
     """user_id and features of the current requests; only if the policy reads them"""
     allow: Mapping[str, Sequence[int | str]] | None = None
@@ -118,7 +121,7 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         """Ranks for all users."""
         server = self._server()
         given = {"exclude": self.exclude, "user_features": self.user_features, "context": self.context}
-        asked = {name: None if one is None else read_frame(one, name) for name, one in given.items()}
+        asked = {name: None if one is None else _table(one, name) for name, one in given.items()}
         at = recommending.moment_of_lists(self.at, server.reader.items, self._events)  # one time for all pieces
         lists = partial(self._lists, server, {**asked, "at": at})
         if self.out is None:
@@ -189,12 +192,28 @@ class Recommend(Verb["pd.DataFrame | ServingCounts"]):
         return counts
 
 
+def _table(source: Frame | str | PathLike[str], name: str) -> pa.Table:
+    """A frame or a file; a text file is read as tables of a log are."""
+    if not isinstance(source, str | PathLike) or not is_text_file(Path(source)):
+        return read_frame(source, name)
+    with reading(str(source), *_FAULTS, remedy=_REMEDY, field=name):
+        table, ragged, _ = first_rows(Path(source), table_format(Path(source)), sys.maxsize)
+    if ragged:
+        raise RecpoError(
+            f"{source}: {ragged:,} rows have another number of values than the first line: fix these rows, or quote "
+            "values that contain commas",
+            code="wrong_shape",
+            field=name,
+        )
+    return table
+
+
 def _ids(users: Frame | str | Path | Sequence[Any] | None) -> pa.Array | Sequence[Any] | None:
     """The ids of users, of a frame or a file if they are in one."""
     if users is None or isinstance(users, list | tuple | pa.Array | np.ndarray):
         return users
     frame: Any = users
-    return id_column(read_frame(frame, "users"), USER_ID, "users")
+    return id_column(_table(frame, "users"), USER_ID, "users")
 
 
 recommend = function_of(Recommend)

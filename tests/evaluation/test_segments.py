@@ -80,6 +80,25 @@ def test_a_bundle_lists_what_the_segment_of_a_user_likes(data, tmp_path):
     pd.testing.assert_frame_equal(*listed, atol=1e-5)
 
 
+def test_a_text_file_of_users_is_read_as_the_table_of_a_log_is(tmp_path):
+    """Ids keep their zeros."""
+    frame, users = world()
+    frame, users = (one.assign(user_id=[f"{user:03d}" for user in one.user_id]) for one in (frame, users))
+    users.to_csv(tmp_path / "users.csv", sep=";", index=False)
+    options = {"columns": recpo.Columns(label="label", time_unit="ms"), "label": BinaryColumn(), "catalog": "log"}
+    data = recpo.prepare(frame, users=users, out=tmp_path / "data", progress=False, **options)
+    bundle = recpo.export("segment_rate", prepared=data, out=tmp_path / "bundle", k=4)
+    by_file, by_frame = (
+        recpo.recommend(bundle, frame, k=4, user_features=one) for one in (str(tmp_path / "users.csv"), users)
+    )
+    pd.testing.assert_frame_equal(by_file, by_frame)
+    assert len(by_file.groupby("user_id").item_id.agg(frozenset).unique()) > 2
+    with (tmp_path / "users.csv").open("a") as file:
+        file.write("061;c0\n")
+    with refused("wrong_shape", "user_features"):
+        recpo.recommend(bundle, frame, k=4, user_features=str(tmp_path / "users.csv"))
+
+
 def test_a_policy_that_is_tilted_reads_the_users_of_its_segments(data, tmp_path):
     _, users = world()
     tilted = recpo.tilt("segment_rate", "item_rate", data, out=tmp_path / "run", temperature=0.5)

@@ -59,16 +59,19 @@ def test_an_option_decides_for_every_log(tmp_path, repeats):
     assert prepared(tmp_path, log(0.9 * (not repeats)), repeats=repeats).repeats == repeats
 
 
-@pytest.mark.parametrize("liked", [True, False])
-def test_what_is_shown_again_is_chosen_again_if_people_do_not_tire_of_it(tmp_path, liked):
-    frame = log(0.9)
+@pytest.mark.parametrize(
+    ("share", "rate", "rate_of_new", "repeats"),
+    [(0.9, 0.6, 0.3, True), (0.9, 0.3, 0.6, False), (0.6, 0.6, 0.15, True), (0.6, 0.6, 0.45, False)],
+)
+def test_what_is_shown_again_is_chosen_again_if_people_come_back_to_it(tmp_path, share, rate, rate_of_new, repeats):
+    frame = log(share, users=120)
     again = frame.duplicated(["user_id", "item_id"]).to_numpy()
     draw = np.random.default_rng(0).random(len(frame))
-    frame["rating"] = (draw < np.where(again == liked, 0.6, 0.3)) * 4 + 1
+    frame["rating"] = (draw < np.where(again, rate, rate_of_new)) * 4 + 1
     data = prepared(tmp_path, frame, columns=recpo.Columns(label="rating"), label=recpo.NumericColumn(1, 5))
     assert data.repeated_share > 0.5
     assert data.manifest["counts"]["repeated_targets"] > data.manifest["counts"]["repeated_positives"]
-    assert data.repeats == liked
+    assert data.repeats == repeats
 
 
 def test_an_extension_keeps_what_lists_may_repeat(tmp_path):
