@@ -1,7 +1,7 @@
 """What the columns of an unknown log may be: facts about their values, common names, units, and texts of opinions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recpo.base.features import is_text
-from recpo.log.date_forms import are_dates, forms_of, has_half_days
 from recpo.log.schema import DATED, MILLISECONDS_PER_UNIT, Derived, LogColumns
 
 Kind = Literal["whole", "number", "flag", "text", "time", "other"]
@@ -22,6 +21,28 @@ _LAST_MS: Final = datetime(2040, 1, 1, tzinfo=UTC).timestamp() * 1000
 MOSTLY: Final = 0.5  # minimum share of text values with a date in a column of times
 _EXAMPLES: Final = 3
 FEW: Final = 20
+
+_WEEKDAY: Final = r"^\s*(?:(?i:mon|tue|wed|thu|fri|sat|sun)[a-z]*,? )?"
+_DAY, _YEAR = r"([0-9]{1,2})", r"((?:19|20)[0-9]{2})"
+_MONTH = r"([0-9]{1,2}|(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[A-Za-z]*)"
+#: Form -> a pattern of the date, and which of its groups are year, month and day. The year may stand at the end, as in
+#: ``Sat Jan 31 18:30:00 +0000 2026``.
+PATTERNS: Final[Mapping[str, tuple[str, tuple[int, int, int]]]] = {
+    "day_first": (rf"{_WEEKDAY}{_DAY}[./ -]{_MONTH}\.?[./ -]{_YEAR}(?:[^0-9]|$)", (3, 2, 1)),
+    "month_first": (rf"{_WEEKDAY}{_MONTH}\.?[./ -]{_DAY},?[./ -](?:.* )?{_YEAR}(?:[^0-9]|$)", (3, 1, 2)),
+    "year_first": (
+        rf"^\s*{_YEAR}[./-]?([0-9]{{2}})[./-]?([0-9]{{2}})(?:[^0-9]|$|[0-9]{{4}}(?:[0-9]{{2}})?$)",
+        (1, 2, 3),
+    ),
+}
+DATE_FORMS: Final = tuple(PATTERNS)
+#: Hours, minutes and seconds behind a date, and also as the last digits of 20260131183000.
+CLOCK: Final = r"[T, ]([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?"
+DIGITS: Final = r"(?:[T ]|^[0-9]{8})([0-9]{1,2}):?([0-9]{2}):?([0-9]{2})?"
+HALF: Final = r"(?i)[0-9] ?([ap])\.?m\b"
+OFFSET: Final = r":[0-9]{2}(?:\.[0-9]+)? ?([+-][0-9]{2}:?[0-9]{2})\b"
+_WRONG: Final = 0.005  # of the dates, at most, are none
+_FIRST, _END = 19_950_101, 20_400_101  # days that digits may be
 _MOST_SECONDS: Final = {"watch_time": (0.5, 7_200.0, 28_800.0), "duration": (1.0, 14_400.0, 86_400.0)}
 
 
@@ -41,7 +62,7 @@ class ColumnFacts:
         most: the largest number.
         few: the distinct numbers, ascending, if there are at most 20.
         dated: share of text values that begin with a date.
-        forms: the other forms in which they are dates (``recpo.log.date_forms``).
+        forms: the other forms in which they are dates (``DATE_FORMS``).
         examples: the first values, as text.
         texts: the distinct texts, sorted, if there are at most 20.
         positive: number of numbers above 0.
@@ -127,9 +148,39 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     share = (pc.sum(dated).as_py() or 0) / max(1, len(known))
     distinct = pc.count_distinct(known).as_py()
     texts = tuple(sorted(map(str, known.unique().to_pylist()))) if distinct <= FEW else ()
-    forms = forms_of(known) if share < MOSTLY else ("year_first",) if any(map(has_half_days, examples)) else ()
+    first = map(str, known.unique()[:_EXAMPLES].to_pylist())
+    forms = _forms_of(known) if share < MOSTLY else ("year_first",) if any(map(_has_half_days, first)) else ()
     facts = ColumnFacts(name, "text", rows, values.null_count, distinct, examples=examples, texts=texts)
     return replace(facts, dated=share, forms=forms)
+
+
+def _forms_of(texts: pa.ChunkedArray) -> tuple[str, ...]:
+    """The forms in which most of the texts are dates; a number above twelve is no month."""
+    distinct = [str(one) for one in texts.drop_null().unique().to_pylist()]
+    return tuple(form for form in DATE_FORMS if _are_written(distinct[:FEW], form) and _are_written(distinct, form))
+
+
+def _are_written(texts: Sequence[str], form: str) -> bool:
+    pattern, (_, month, day) = PATTERNS[form]
+    found = [one for text in texts if (one := re.search(pattern, text)) is not None]
+    wrong = sum((one[month].isdigit() and int(one[month]) > 12) or int(one[day]) > 31 for one in found)
+    return len(found) > MOSTLY * len(texts) and wrong <= _WRONG * len(found)
+
+
+def _has_half_days(text: str) -> bool:
+    """Whether a text ends with AM or PM."""
+    return re.search(HALF, text) is not None
+
+
+def _are_dates(numbers: np.ndarray) -> bool:
+    """Whether whole numbers are digits of dates, such as 20260131, 202601311830 and 20260131183000."""
+    for after in (1, 10**4, 10**6):
+        day = numbers // after
+        month, of_month = day // 100 % 100, day % 100
+        is_month, is_day = (month >= 1) & (month <= 12), (of_month >= 1) & (of_month <= 31)
+        if ((day >= _FIRST) & (day < _END) & is_month & is_day).all():
+            return True
+    return False
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:
@@ -159,7 +210,7 @@ def _number_facts(name: str, numbers: np.ndarray) -> ColumnFacts:
         high=float(np.quantile(known, 0.99)),
         most=float(known.max()),
         few=few,
-        forms=("year_first",) if whole and are_dates(distinct) else (),
+        forms=("year_first",) if whole and _are_dates(distinct) else (),
         examples=tuple(_short(value) for value in known[:_EXAMPLES]),
         positive=len(positive),
     )

@@ -14,7 +14,7 @@ import pyarrow as pa
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import FeedbackRule
 from recpo.base.frames import EARLIEST_MS, LATEST_MS
-from recpo.log import date_forms, schema
+from recpo.log import column_facts, schema
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import Columns, Derived, FlagColumn, LogColumns
@@ -85,7 +85,7 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
 
     Args:
         column: times, dates, texts or numbers.
-        unit: of numbers, a unit since 1970 or "order"; or a form of dates (``recpo.log.date_forms``).
+        unit: of numbers, a unit since 1970 or "order"; or a form of dates (``DATE_FORMS``).
     """
     if column.type().is_unknown():
         # Ibis does not know DuckDB's type of nanoseconds with a time zone.
@@ -93,7 +93,7 @@ def timestamp_ms(column: ir.Value, unit: str) -> ir.IntegerColumn:
     kind = column.type()
     if kind.is_timestamp() or kind.is_date():
         return _plausible(_clock_ms(column.cast("timestamp")))
-    if unit in date_forms.DATE_FORMS:
+    if unit in column_facts.DATE_FORMS:
         return _dated_ms(_as_iso(column if kind.is_string() else column.try_cast("int64").cast("string"), unit))
     if kind.is_string():
         counted = _numeric_ms(column.try_cast("int64"), unit)
@@ -112,18 +112,18 @@ def _as_iso(text: ir.StringColumn, form: str) -> ir.StringColumn:
         text: dates, with or without a time of day, AM or PM, and an offset from UTC.
         form: ``day_first``, ``month_first`` or ``year_first``.
     """
-    pattern, places = date_forms.PATTERNS[form]
+    pattern, places = column_facts.PATTERNS[form]
     year, month, day = (text.re_extract(pattern, place) for place in places)
     named = ibis.literal(_MONTHS).find(month.lower().substr(0, 3))
     month = ibis.ifelse(month.re_search("^[0-9]+$"), month, (named // 3 + 1).cast("int64").cast("string"))
-    clock = date_forms.DIGITS if form == "year_first" else date_forms.CLOCK
+    clock = column_facts.DIGITS if form == "year_first" else column_facts.CLOCK
     hour, minute, second = (_or_zero(text.re_extract(clock, place)) for place in (1, 2, 3))
-    half = text.re_extract(date_forms.HALF, 1).lower()
+    half = text.re_extract(column_facts.HALF, 1).lower()
     twelve = hour.cast("int64") % 12 + ibis.ifelse(half == "p", 12, 0)
     hour = ibis.ifelse(half == "", hour.cast("int64"), twelve).cast("string")
     year, month, day, hour, minute, second = (one.lpad(2, "0") for one in (year, month, day, hour, minute, second))
     moment = year + "-" + month + "-" + day + "T" + hour + ":" + minute + ":" + second
-    return ibis.ifelse(text.re_search(pattern), moment + text.re_extract(date_forms.OFFSET, 1), ibis.null("string"))
+    return ibis.ifelse(text.re_search(pattern), moment + text.re_extract(column_facts.OFFSET, 1), ibis.null("string"))
 
 
 def _or_zero(text: ir.StringColumn) -> ir.StringColumn:

@@ -23,7 +23,7 @@ from recpo.log.recognition import Recognition, recognize
 from recpo.log.schema import MILLISECONDS_PER_DAY, MILLISECONDS_PER_UNIT, PRESETS, Columns, Derived, LogColumns, name_of
 
 _FIRST_DAY, _LAST_DAY = 365.0, 47_482.0  # 1971-01-01 and 2100-01-01
-#: 31.01.26 or 31st of January 2026: nothing that ``recpo.log.date_forms`` reads
+#: 31.01.26 or 31st of January 2026: nothing that ``DATE_FORMS`` reads
 _OTHER_DATE: Final = (
     r"^[0-9]{1,2}[./-][0-9]{1,2}[./-][0-9]{2}\b"
     r"|(?i:\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6}\b.*\b(19|20)[0-9]{2}\b)"

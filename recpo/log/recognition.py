@@ -349,13 +349,11 @@ class _Recognizer:
             if said not in (None, units[0]):
                 self.doubts.append(f"{facts.name} is called {said}, its values are times in {units[0]} only")
             return units[0]
-        if facts.forms:
-            either = " or ".join(f"--columns.time_unit {form}" for form in units)
-            self.questions.append(f"timestamp: {shown}: no number is above 12, which is the month? Pass {either}")
-            return None
-        if facts.has_clock_end:
-            several = "has values of several units, or some that are no times: pass --columns.time_unit UNIT"
-            self.questions.append(f"timestamp: {shown} {several}")
+        if facts.forms or facts.has_clock_end:
+            several = "has values of several units, or some that are no times"
+            wrong = "may have the day or the month first" if facts.forms else several
+            remedy = " or ".join(f"--columns.time_unit {unit}" for unit in units or ("UNIT",))
+            self.questions.append(f"timestamp: {shown} {wrong}: pass {remedy}")
             return None
         self.doubts.append(
             f"{shown} is no clock time in any unit: it only orders the events of a user (time_unit order); where it "

@@ -14,8 +14,8 @@ import ibis.expr.types as ir
 from recpo.base.errors import RecpoError
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import UNKNOWN_BUCKET
+from recpo.log.column_facts import DATE_FORMS
 from recpo.log.csv_files import row_in_file
-from recpo.log.date_forms import DATE_FORMS
 from recpo.log.engine import Engine
 from recpo.log.events import absent, length_ms, number, timestamp_ms
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, EventColumns

@@ -19,7 +19,7 @@ import pytest
 
 from recpo.base.errors import RecpoError
 from recpo.cli.main import main
-from recpo.log.date_forms import DATE_FORMS
+from recpo.log.column_facts import DATE_FORMS
 from recpo.log.engine import DuckDBEngine, EngineOptions, start_engine
 from recpo.log.events import timestamp_ms
 from recpo.log.locations import Location, locate
