@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import count
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -36,12 +37,15 @@ PATTERNS: Final[Mapping[str, tuple[str, tuple[int, int, int]]]] = {
     ),
 }
 DATE_FORMS: Final = tuple(PATTERNS)
+_ISO: Final = "^([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})"
+MONTHS: Final = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 #: Hours, minutes and seconds behind a date, and also as the last digits of 20260131183000.
 CLOCK: Final = r"[T, ]([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?"
 DIGITS: Final = r"(?:[T ]|^[0-9]{8})([0-9]{1,2}):?([0-9]{2}):?([0-9]{2})?"
 HALF: Final = r"(?i)[0-9] ?([ap])\.?m\b"
 OFFSET: Final = r":[0-9]{2}(?:\.[0-9]+)? ?([+-][0-9]{2}:?[0-9]{2})\b"
 _WRONG: Final = 0.005  # of the dates, at most, are none
+_MANY: Final = 10_000  # distinct texts, at most, are looked at
 _FIRST, _END = 19_950_101, 20_400_101  # days that digits may be
 _MOST_SECONDS: Final = {"watch_time": (0.5, 7_200.0, 28_800.0), "duration": (1.0, 14_400.0, 86_400.0)}
 
@@ -154,9 +158,34 @@ def column_facts(name: str, values: pa.ChunkedArray) -> ColumnFacts:
     return replace(facts, dated=share, forms=forms)
 
 
+def days_of_texts(values: pa.ChunkedArray, form: str | None) -> np.ndarray:
+    """The days of dates since 1970, as they are written ``[N]`` float64, nan = no date.
+
+    Args:
+        values: texts, or whole numbers that are digits of dates.
+        form: see ``DATE_FORMS``; None = as in ISO 8601.
+    """
+    pattern, places = (_ISO, (1, 2, 3)) if form is None else PATTERNS[form]
+    group = count(1)
+    named = re.sub(r"\((?!\?)", lambda _: f"(?P<g{next(group)}>", pattern)
+    if pa.types.is_floating(values.type):
+        values = values.cast(pa.int64(), safe=False)
+    parts = pc.extract_regex(values.cast(pa.string()).combine_chunks(), named)
+    year, month, day = (pc.struct_field(parts, f"g{place}") for place in places)
+    word = pc.index_in(pc.utf8_slice_codeunits(pc.utf8_lower(month), 0, 3), value_set=pa.array(MONTHS))
+    number = pc.if_else(pc.match_substring_regex(month, "^[0-9]+$"), month, None).cast(pa.int32())
+    month = pc.coalesce(number, pc.add(word, 1))
+    year, month, day = (one.cast(pa.float64()).to_numpy(zero_copy_only=False) for one in (year, month, day))
+    known = (month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)
+    months = np.where(known, (year - 1970) * 12 + month - 1, 0).astype("datetime64[M]")
+    days: np.ndarray = months.astype("datetime64[D]").astype(np.float64) + day - 1
+    return np.where(known, days, np.nan)
+
+
 def _forms_of(texts: pa.ChunkedArray) -> tuple[str, ...]:
     """The forms in which most of the texts are dates; a number above twelve is no month."""
-    distinct = [str(one) for one in texts.drop_null().unique().to_pylist()]
+    found = texts.drop_null().unique()
+    distinct = [str(one) for one in found.take(np.arange(0, len(found), len(found) // _MANY + 1)).to_pylist()]
     return tuple(form for form in DATE_FORMS if _are_written(distinct[:FEW], form) and _are_written(distinct, form))
 
 

@@ -3,13 +3,11 @@
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import add, gt, lt
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import ibis
 import ibis.expr.datatypes as dt
 import ibis.expr.types as ir
-import numpy as np
-import pyarrow as pa
 
 from recpo.base.features import Feature, Number
 from recpo.base.feedback import FeedbackRule
@@ -18,8 +16,6 @@ from recpo.log import column_facts, schema
 from recpo.log.engine import Engine
 from recpo.log.feature_columns import BEHAVIOR, CONTEXT, ENCODED, EventColumns
 from recpo.log.schema import Columns, Derived, FlagColumn, LogColumns
-
-_MONTHS: Final = "janfebmaraprmayjunjulaugsepoctnovdec"
 
 
 def select_columns(rows: ir.Table, columns: dict[str, str], flags: Mapping[str, FlagColumn]) -> ir.Table:
@@ -114,7 +110,7 @@ def _as_iso(text: ir.StringColumn, form: str) -> ir.StringColumn:
     """
     pattern, places = column_facts.PATTERNS[form]
     year, month, day = (text.re_extract(pattern, place) for place in places)
-    named = ibis.literal(_MONTHS).find(month.lower().substr(0, 3))
+    named = ibis.literal("".join(column_facts.MONTHS)).find(month.lower().substr(0, 3))
     month = ibis.ifelse(month.re_search("^[0-9]+$"), month, (named // 3 + 1).cast("int64").cast("string"))
     clock = column_facts.DIGITS if form == "year_first" else column_facts.CLOCK
     hour, minute, second = (_or_zero(text.re_extract(clock, place)) for place in (1, 2, 3))
@@ -128,18 +124,6 @@ def _as_iso(text: ir.StringColumn, form: str) -> ir.StringColumn:
 
 def _or_zero(text: ir.StringColumn) -> ir.StringColumn:
     return ibis.ifelse(text.isnull() | (text == ""), "0", text)
-
-
-def milliseconds_of(values: pa.ChunkedArray, unit: str) -> np.ndarray:
-    """``timestamp_ms`` of values in memory ``[N]`` float64, nan = null."""
-    database = ibis.duckdb.connect()
-    try:
-        rows = ibis.memtable(pa.table({"time": values}))
-        read = database.to_pyarrow(rows.select(time=timestamp_ms(rows["time"], unit)))["time"]
-    finally:
-        database.disconnect()
-    milliseconds: np.ndarray = read.cast(pa.float64()).to_numpy()
-    return milliseconds
 
 
 def _dated_ms(text: ir.StringColumn) -> ir.IntegerColumn:

@@ -14,9 +14,18 @@ import pyarrow.compute as pc
 
 from recpo.base.features import is_text
 from recpo.base.frames import some_of
-from recpo.log.column_facts import MOSTLY, ColumnFacts, bound_of, column_facts, is_fixed, plain_name, rank_as, words
+from recpo.log.column_facts import (
+    MOSTLY,
+    ColumnFacts,
+    bound_of,
+    column_facts,
+    days_of_texts,
+    is_fixed,
+    plain_name,
+    rank_as,
+    words,
+)
 from recpo.log.event_kinds import are_kinds
-from recpo.log.events import milliseconds_of
 from recpo.log.feature_columns import PRESET_FEATURES, FeatureColumns
 from recpo.log.files import TableSample, together
 from recpo.log.recognition import Recognition, recognize
@@ -350,9 +359,8 @@ class LogReading:
         limits = days_of(self.item_rows[name], own, unit) if is_time else None
         if limits is None or bound in chosen or (unit and unit != chosen.get("available_unit", unit)):
             return
-        unread = np.isnan(limits) & self.item_rows[name].is_valid().to_numpy()
         outside = np.mean(shown < np.floor(limits) if bound == Derived.AVAILABLE_FROM else shown >= limits + 1)
-        if (unread | (limits < _FIRST_DAY) | (limits >= _LAST_DAY)).any():
+        if ((limits < _FIRST_DAY) | (limits >= _LAST_DAY)).any():
             doubt = f"`{name}` is not read, as it has times outside of 1971 to 2099: write nulls for no limit"
         elif outside > _OUTSIDE:
             doubt = f"`{name}` is not read as {bound} of the items: {outside:.0%} of the events are at other times"
@@ -413,7 +421,7 @@ class LogReading:
 
 
 def days_of(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np.ndarray | None:
-    """Times in days since 1970, nan = unknown; None = these are no times.
+    """Times in days since 1970, texts without their time of day, nan = unknown; None = these are no times.
 
     Args:
         values: of a column.
@@ -428,7 +436,7 @@ def days_of(values: pa.ChunkedArray, facts: ColumnFacts, unit: str | None) -> np
     elif facts.forms or not facts.is_number:
         if unit is None and facts.dated < MOSTLY:
             return None
-        return milliseconds_of(values, unit or "ms") / MILLISECONDS_PER_DAY
+        return days_of_texts(values, unit)
     else:
         if unit is None:
             return None
