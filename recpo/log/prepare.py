@@ -77,8 +77,8 @@ class Preparation:
     repeats: bool | None = None
     """whether lists may have items of a user's past, as in music or groceries: training, evaluation and export follow
     it. null = if most positives of the validation period are of such items: what people choose again. Where not all
-    events are positive, they must also be liked 1.75 times as often as new ones, or nine tenths must be, and liked at
-    least as often as others: else they are only shown again"""
+    events are positive, they must also be liked more than 1.6 times as often as new ones, or nine tenths must be, and
+    liked at least as often as others: else they are only shown again"""
     idle_days: NonNegativeFloat | None = None
     """after so many days without an event an item has ended, as news and offers do: it is no candidate, and no bundle
     lists it. 0 = items do not end. null = as the log shows (docs/your_own_log.md), unless the table of items says when

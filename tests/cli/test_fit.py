@@ -26,6 +26,7 @@ import pytest
 import recpo
 from recpo.artifacts.documents import as_configuration
 from recpo.base.errors import Interrupted, RecpoError
+from recpo.base.features import FeatureSchema
 from recpo.cli.main import main, parse, run, verb_class
 from recpo.evaluation.contenders import FITTED, BaselineOptions
 from recpo.evaluation.decision import criterion_of, reward_of
@@ -664,7 +665,11 @@ def test_ease_is_a_baseline_where_it_fits_the_budget(tmp_path, monkeypatch, item
     monkeypatch.setattr(fit_steps, "_memory", lambda: memory)
     steps = FitSteps(tmp_path, StepOptions(minutes=minutes))
     steps.data = SimpleNamespace(
-        num_items=items, repeats=False, ends_at_once=True, feedback_counts={"train": {"skipped": 0, "disliked": 0}}
+        feature_schema=FeatureSchema(),
+        num_items=items,
+        repeats=False,
+        ends_at_once=True,
+        feedback_counts={"train": {"skipped": 0, "disliked": 0}},
     )
     always = ["popularity", "item_rate", "sequential_rules", "implicit_als", "recency"]
     assert steps.baselines == always + ["ease"] * is_fitted

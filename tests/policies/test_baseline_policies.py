@@ -28,7 +28,7 @@ def held_out(data):
     return batch
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [name for name in SERVED if not name.startswith("segment")])  # no table of users here
 def test_a_policy_lists_what_the_baseline_lists(name, data, held_out):
     served = served_baseline(name, data)
     histories, past = held_out.feedback.histories, held_out.exclude
