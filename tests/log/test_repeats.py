@@ -64,7 +64,7 @@ def test_an_option_decides_for_every_log(tmp_path, repeats):
     [(0.9, 0.6, 0.3, True), (0.9, 0.3, 0.6, False), (0.6, 0.6, 0.15, True), (0.6, 0.6, 0.45, False)],
 )
 def test_what_is_shown_again_is_chosen_again_if_people_come_back_to_it(tmp_path, share, rate, rate_of_new, repeats):
-    frame = log(share, users=120)
+    frame = log(share, users=600)
     again = frame.duplicated(["user_id", "item_id"]).to_numpy()
     draw = np.random.default_rng(0).random(len(frame))
     frame["rating"] = (draw < np.where(again, rate, rate_of_new)) * 4 + 1
