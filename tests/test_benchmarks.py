@@ -448,6 +448,8 @@ def test_decisions_judges_the_choice_by_the_truth(lines_of, tmp_path, pretrained
             "popularity",
             "item_rate",
             "recent_rate",
+            "segment_popularity",
+            "segment_rate",
             "sequential_rules",
             "implicit_als",
             "ease",
