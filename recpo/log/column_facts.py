@@ -37,7 +37,6 @@ PATTERNS: Final[Mapping[str, tuple[str, tuple[int, int, int]]]] = {
     ),
 }
 DATE_FORMS: Final = tuple(PATTERNS)
-_ISO: Final = "^([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})"
 MONTHS: Final = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 #: Hours, minutes and seconds behind a date, and also as the last digits of 20260131183000.
 CLOCK: Final = r"[T, ]([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?"
@@ -117,7 +116,7 @@ class ColumnFacts:
     @property
     def is_clock(self) -> bool:
         """Whether the values are times, and not one only."""
-        is_time = self.kind == "time" or self.dated >= MOSTLY or len(self.clock_units) == 1 or bool(self.forms)
+        is_time = self.kind == "time" or self.dated >= MOSTLY or bool(self.clock_units)
         return self.distinct > 1 and is_time
 
     @property
@@ -165,7 +164,7 @@ def days_of_texts(values: pa.ChunkedArray, form: str | None) -> np.ndarray:
         values: texts, or whole numbers that are digits of dates.
         form: see ``DATE_FORMS``; None = as in ISO 8601.
     """
-    pattern, places = (_ISO, (1, 2, 3)) if form is None else PATTERNS[form]
+    pattern, places = (DATED, (1, 2, 3)) if form is None else PATTERNS[form]
     group = count(1)
     named = re.sub(r"\((?!\?)", lambda _: f"(?P<g{next(group)}>", pattern)
     if pa.types.is_floating(values.type):

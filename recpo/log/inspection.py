@@ -287,6 +287,7 @@ def inspect_log(
     reading = LogReading.of(sample_tables(list(named), csv), columns)
     reading.leave_columns_out()
     reading.read_texts()
+    reading.name_returns()
     reading.leave_rows_out()
     reading.read_tables()
     _validate_names(columns, reading.sample)

@@ -161,10 +161,6 @@ class LogReading:
 
     def leave_rows_out(self) -> None:
         """Keeps the rows with a user, an item and a time that is not far from all others; asks if most have none."""
-        for name in self.found.unused if self.found.column(LogColumns.LABEL) is None else ():
-            if (self.facts[name].least or 0.0) < 0 and not _QUANTITIES.isdisjoint(words(name)):
-                doubt = f"`{name}` ({self.facts[name].evidence}) has negative numbers, as what was returned has"
-                self.doubts.append(f"{doubt}: these rows count as positives, so leave them out of the log")
         roles = {self.found.column(role): role for role in LogColumns.REQUIRED}
         absent = {name: self._absent(name, role) for name, role in roles.items() if name is not None}
         absent = {name: mask for name, mask in absent.items() if mask.any()}
@@ -191,6 +187,13 @@ class LogReading:
         self.doubts.append(f"{said}: {' and '.join(ends)} leaves them out")
         self.left_out |= ends
         self._keep(is_near)
+
+    def name_returns(self) -> None:
+        """Doubts rows of a negative quantity, which count as positives where no column is the label."""
+        for name in self.found.unused if self.found.column(LogColumns.LABEL) is None else ():
+            if (self.facts[name].least or 0.0) < 0 and not _QUANTITIES.isdisjoint(words(name)):
+                doubt = f"`{name}` ({self.facts[name].evidence}) has negative numbers, as what was returned has"
+                self.doubts.append(f"{doubt}: these rows count as positives, so leave them out of the log")
 
     def read_tables(self) -> None:
         """Finds the durations and the times of availability in the table of items, and ids with other names."""

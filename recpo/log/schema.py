@@ -18,8 +18,8 @@ TimeUnit = Literal["s", "ms", "us", "ns", "day_first", "month_first", "year_firs
 DurationUnit = Literal["s", "ms", "us", "min"]
 #: Time units of timestamps that are positions of a user's events, not times.
 POSITIONS: Final = ("order", "none")
-#: What times begin with that are written as text.
-DATED: Final = "^[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}"
+#: What times begin with that are written as text: year, month and day.
+DATED: Final = "^([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})"
 
 _NUMBER: Final = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 
