@@ -44,6 +44,11 @@ from rich.table import Table
 import recpo
 from recpo.evaluation import Z95
 from recpo.log.prepared import Prepared
+from recpo.serving.histories import HistoryReader
+from recpo.serving.recommending import moment_of_lists, recommend_lists, runtime_of
+from recpo.serving.runtimes import Runtime
+from recpo.training.run import Run
+from recpo.verbs.contenders import is_baseline, served_baseline
 from recpo.verbs.fit import Decision
 from recpo.verbs.fit_steps import FitSteps, StepOptions, place_of
 from recpo.worlds.log import Simulation
@@ -198,19 +203,23 @@ def served(decision: Decision, truth: Path, k: int, baselines: Sequence[str]) ->
     users = users[np.isin(users, histories["user_id"].unique())]
     table = yaml.safe_load((decision.root / "prepare.yaml").read_text("utf-8")).get("users")
     people = None if table is None else ds.dataset(table).to_table().to_pandas()
-    bundles = {decision.chosen: decision.bundle}
     wanted = [("decided", steps, decision.chosen), *((name, final, name) for name in {*baselines} - {decision.chosen})]
-    for name, of, contender in wanted:
-        how: dict[str, Any] = {"prepared": of.data, "baseline_options": of.baseline_options, "overwrite": True}
-        out, cache = decision.root / "served" / name, of.root / "baselines"
-        bundles[name] = recpo.export(place_of(of.root, contender), out=out, baseline_cache=cache, **how)
+    servers = {name: lister(place_of(of.root, contender), of) for name, of, contender in wanted}
+    servers[decision.chosen] = decision.bundle.runtime, decision.bundle.reader
     found = {}
-    for name, bundle in bundles.items():
-        read = {"user_features": people} if bundle.manifest.reads.user else {}
-        lists = bundle.recommend(histories, k=k, users=list(users), **read)
-        items = lists.sort_values(["user_id", "rank"])["item_id"].to_numpy().reshape(len(users), -1)
-        found[name] = known.top_k_value(np.sort(users), items, day)
+    for name, (runtime, reader) in servers.items():
+        at = moment_of_lists(None, reader.items, lambda: histories)
+        read = reader.read(histories, users=list(users), user_features=people, at=at)
+        lists = recommend_lists(runtime, reader.items, read, k=k).table.to_pandas().sort_values(["user_id", "rank"])
+        found[name] = known.top_k_value(np.sort(users), lists["item_id"].to_numpy().reshape(len(users), -1), day)
     return found
+
+
+def lister(place: str | Path, of: FitSteps) -> tuple[Runtime, HistoryReader]:
+    """What ranks with a run or a baseline, and reads the histories for it."""
+    if is_baseline(place):
+        return served_baseline(place, of.data, of.root / "baselines", of.baseline_options).runtime(of.data)
+    return runtime_of(Run.open(place))
 
 
 def values(

@@ -99,6 +99,30 @@ def registry_of_onnx():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def types_of_onnx():
+    """Torch's search for mixed types of numbers takes what a trace computed instead of computing it again.
+
+    It changes the nodes that it would; a third of the time of an export goes to the others.
+    """
+    from torch.onnx._internal.fx.passes import type_promotion
+
+    interpreter = type_promotion._TypePromotionInterpreter
+    run_node = interpreter.run_node
+
+    def known(self, node):
+        if node.op != "call_function" or "val" not in node.meta:
+            return run_node(self, node)
+        with self._set_current_node(node):
+            if rule := type_promotion.get_type_promotion_rule(node, self.type_promotion_table):
+                self._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "run_node", known)
+        yield
+
+
 @pytest.fixture
 def pretrained_alone(monkeypatch):
     """Fits train one policy."""

@@ -43,7 +43,8 @@ from recpo.policies.tilted import PolicyWithBase
 from recpo.rewards.factors import Factors
 from recpo.serving.bundle import Bundle, bundle_item_vectors
 from recpo.serving.export import grows
-from recpo.serving.histories import EncodedHistories
+from recpo.serving.histories import EncodedHistories, HistoryReader
+from recpo.serving.saved_policy import PolicyRuntime
 from recpo.training.learned_reward import Checkpoint
 from recpo.training.run import Run, training_curves
 from recpo.training.tilting import assign_factors
@@ -345,6 +346,12 @@ class ServedBaseline(NamedTuple):
             data.fitted_features("item") if grows(self.policy) else FittedFeatures(),
             data.fitted_features("user") if self.policy.reads.user else FittedFeatures(),
         )
+
+    def runtime(self, data: Prepared) -> tuple[PolicyRuntime, HistoryReader]:
+        """What ranks with the policy, and reads the histories for it, of the data that it was fitted on."""
+        known, features = (data.item_ids(), data.feedback), self.features(data)
+        reader = HistoryReader(*known, self.policy.max_history, features=features, repeats=data.repeats)
+        return PolicyRuntime(self.policy, repeats=data.repeats), reader
 
     @property
     def configuration(self) -> dict[str, Any]:

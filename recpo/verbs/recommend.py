@@ -223,7 +223,6 @@ def _baseline(source: Source, prepared: PreparedData) -> Server:
     """The server of factors or a baseline."""
     from recpo.log.prepared import Prepared  # bundles and runs are served without the libraries of prepare
     from recpo.rewards.factors import Factors
-    from recpo.serving.saved_policy import PolicyRuntime
     from recpo.verbs.contenders import SERVED, is_baseline, served_baseline
 
     if not isinstance(source, str | PathLike | Factors) or not is_baseline(source):
@@ -235,9 +234,7 @@ def _baseline(source: Source, prepared: PreparedData) -> Server:
         )
     data = Prepared.open(prepared)
     served = served_baseline(Path(source) if isinstance(source, PathLike) else source, data)
-    known, features = (data.item_ids(), data.feedback), served.features(data)
-    reader = HistoryReader(*known, served.policy.max_history, features=features, repeats=data.repeats)
-    return Server(PolicyRuntime(served.policy, repeats=data.repeats), reader)
+    return Server(*served.runtime(data))
 
 
 def _open(histories: Path) -> ds.Dataset:
