@@ -1,5 +1,6 @@
 """The commands in the documents exist and run."""
 
+import functools
 import json
 import re
 import runpy
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from recpo.cli.main import VERBS, joined_lists, parser_of, verb_class
+from recpo.cli.main import VERBS, joined_lists, parser_of, verb_class, without_help
 from recpo.cli.output import terminal_options
 from tests.commands import run_commands
 
@@ -89,6 +90,12 @@ def _complete(verb, words):
     return words
 
 
+@functools.cache
+def _parser(verb):
+    """One for all commands: making it takes longer than parsing with it."""
+    return parser_of(verb_class(verb))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS, *CONFIGS], ids=lambda path: path.name)
 def test_every_command_of_the_documents_is_understood(document, clone, capsys):
@@ -102,10 +109,10 @@ def test_every_command_of_the_documents_is_understood(document, clone, capsys):
                 resolved = yaml.safe_dump(dict.fromkeys(_NEEDED.get(verb, ()), "anything"))
                 resolved = (clone / "configs" / "gbpo.yaml").read_text() if verb == "train" else resolved
                 (clone / word).write_text(resolved, encoding="utf-8")
-        parser = parser_of(verb_class(verb))
         status = None
         try:
-            parser.parse_args(joined_lists(verb_class(verb), _complete(verb, words)))
+            with without_help(words):
+                _parser(verb).parse_args(joined_lists(verb_class(verb), _complete(verb, words)))
         except SystemExit as stop:
             status = stop.code
         assert not status, f"{document.name}: {command}\n{capsys.readouterr().err}"

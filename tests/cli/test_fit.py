@@ -254,7 +254,7 @@ def test_a_policy_is_trained_again_for_as_many_epochs_as_its_best_checkpoint(tmp
     steps.plan.effort = 1 / 32
     steps.factorize()
     steps.measure("popularity")
-    names = ("pretrain", "reward_model", "mpo_reward_model", "value_dpo")
+    names = ("pretrain", "reward_model", "mpo_reward_model")
     assert all(steps.train(name, RECIPES[name]) for name in names)
     assert steps.tilt("pretrain", 0.05)
     assert steps.tilt("allrank", 0.05)

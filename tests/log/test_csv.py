@@ -240,33 +240,50 @@ def test_dates_and_numbers_of_other_forms_are_named(tmp_path, column, values, gi
     assert not any("no column has times" in doubt for doubt in found.doubts)
 
 
-@pytest.mark.parametrize(
-    ("unit", "first", "second"),
-    [
-        ("day_first", "31.01.2026 18:30", "1.2.2026 6:05"),
-        ("day_first", "31-Jan-2026 18:30:00", "01-feb-2026 06:05:00"),
-        ("day_first", "Sat, 31 Jan 2026 18:30:00 +0000", "Sun, 01 Feb 2026 07:05:00 +0100"),
-        ("month_first", "1/31/2026 6:30 PM", "2/1/2026 6:05 AM"),
-        ("month_first", "January 31, 2026 6:30 p.m.", "February 1, 2026 6:05 a.m."),
-        ("month_first", "Sat Jan 31 18:30:00 +0000 2026", "Sun Feb 01 06:05:00 +0000 2026"),
-        ("year_first", "20260131183000", "20260201060500"),
-        ("year_first", "202601311830", "202602010605"),
-        ("year_first", "2026-01-31 06:30 PM", "2026-02-01 06:05 AM"),
-        ("year_first", "2026.01.31 18:30", "2026.02.01 06:05"),
-    ],
-)
-def test_dates_of_other_forms_are_recognized_and_prepared(tmp_path, unit, first, second):
-    rows = [f'u{n % 7};i{n % 5};"{second if n % 7 > 4 else first}"\n' for n in range(70)]
-    log = tmp_path / "log"
-    log.mkdir()
-    (log / "log.csv").write_text("user_id;item_id;when\n" + "".join(rows))
-    found = inspect_log(log)
-    assert (found.columns.timestamp, found.columns.time_unit) == ("when", unit)
-    choice = preparation_of(found) | {"split": recpo.LeaveLastOut(), "catalog": "log"}
+#: Two moments, as they are written in each order.
+MOMENTS = [datetime(2026, 1, 31, 18, 30, tzinfo=UTC), datetime(2026, 2, 1, 6, 5, tzinfo=UTC)]
+DATES = [
+    (
+        "day_first",
+        ("31.01.2026 18:30", "1.2.2026 6:05"),
+        ("31-Jan-2026 18:30:00", "01-feb-2026 06:05:00"),
+        ("Sat, 31 Jan 2026 18:30:00 +0000", "Sun, 01 Feb 2026 07:05:00 +0100"),
+    ),
+    (
+        "month_first",
+        ("1/31/2026 6:30 PM", "2/1/2026 6:05 AM"),
+        ("January 31, 2026 6:30 p.m.", "February 1, 2026 6:05 a.m."),
+        ("Sat Jan 31 18:30:00 +0000 2026", "Sun Feb 01 06:05:00 +0000 2026"),
+    ),
+    ("year_first", ("20260131183000", "20260201060500")),
+    ("year_first", ("202601311830", "202602010605")),
+    ("year_first", ("2026-01-31 06:30 PM", "2026-02-01 06:05 AM"), ("2026.01.31 18:30", "2026.02.01 06:05")),
+]
+
+
+def write_dates(folder, forms):
+    folder.mkdir()
+    written = (forms[n % len(forms)][n % 7 > 4] for n in range(84))
+    rows = [f'u{n % 7};i{n % 5};"{moment}"\n' for n, moment in enumerate(written)]
+    (folder / "log.csv").write_text("user_id;item_id;when\n" + "".join(rows))
+    return folder
+
+
+@pytest.mark.parametrize(("unit", "form"), [(unit, form) for unit, *forms in DATES for form in forms])
+def test_dates_of_other_forms_are_recognized(tmp_path, unit, form):
+    found = inspect_log(write_dates(tmp_path / "log", [form])).columns
+    assert (found.timestamp, found.time_unit) == ("when", unit)
+
+
+@pytest.mark.parametrize("dates", DATES)
+def test_dates_of_other_forms_are_prepared(tmp_path, dates):
+    unit, *forms = dates
+    log = write_dates(tmp_path / "log", forms)
+    columns = Columns(user_id="user_id", item_id="item_id", timestamp="when", time_unit=unit)
+    choice = preparation_of(inspect_log(log, columns=columns)) | {"split": recpo.LeaveLastOut(), "catalog": "log"}
     recpo.prepare(**choice, out=tmp_path / "out", progress=False)
     times = pq.read_table(tmp_path / "out" / "histories.parquet")["timestamp"].cast(pa.int64()).to_pylist()
-    moments = [datetime(2026, 1, 31, 18, 30, tzinfo=UTC), datetime(2026, 2, 1, 6, 5, tzinfo=UTC)]
-    assert sorted(set(times)) == [moment.timestamp() * 1000 for moment in moments]
+    assert sorted(set(times)) == [moment.timestamp() * 1000 for moment in MOMENTS]
 
 
 def test_negative_quantities_are_named(tmp_path):

@@ -95,17 +95,19 @@ def watch_time_gain(watch_ms, duration_ms, period, base=2.0, min_history=5, ties
 def feedback_levels(watch_ms, duration_ms, dislike, period, exponent=0.0, base=2.0):
     known = [i for i in range(len(watch_ms)) if _known(watch_ms[i], duration_ms[i])]
     times = {i: at_the_middle(watch_ms[i], duration_ms[i], base, exponent) for i in known}
+
+    @functools.cache
+    def cutoffs_of(bucket):
+        pool = [times[j] for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
+        return [min(w for w in pool if 16 * sum(p <= w for p in pool) >= k * len(pool)) for k in range(1, 16) if pool]
+
     levels = []
     for i in range(len(watch_ms)):
-        pool = []
-        if i in known:
-            bucket = bucket_of(duration_ms[i], base)
-            pool = [times[j] for j in known if period[j] == 0 and bucket_of(duration_ms[j], base) == bucket]
+        cutoffs = cutoffs_of(bucket_of(duration_ms[i], base)) if i in known else []
         if dislike[i]:
             levels.append(1)
-        elif not pool:
+        elif not cutoffs:
             levels.append(0)
         else:
-            cutoffs = [min(w for w in pool if 16 * sum(p <= w for p in pool) >= k * len(pool)) for k in range(1, 16)]
             levels.append(2 + sum(times[i] > cutoff for cutoff in cutoffs))
     return levels

@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="needs a C compiler"),
 ]
-VERBS = ["train", "prepare", "factorize"]
+VERBS = ["train", "prepare"]
 
 
 def test_verbs_that_are_ended_leave_nothing_by_halves(request, tmp_path):
