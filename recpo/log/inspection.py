@@ -49,6 +49,10 @@ _COMPARED, _SHORT, _LARGEST_VALID = 2, 8, 0.4
 _UNRATED_SHARE, _UNRATED_RATIO, _LEAST_SCALE = 0.25, 3.0, 4
 #: Times of snapshots, and the share of what people have that they have at the next time, too.
 _LEAST_TIMES, _MOST_TIMES, _KEPT = 3, 120, 0.8
+#: Why lists of what ``Inspection.has_snapshots`` do not repeat items.
+SNAPSHOTS: Final = (
+    "nearly all that people have at one time they have at the next: these are snapshots, so lists do not repeat items"
+)
 #: Words for ratings.
 _RATINGS: Final = ("rating", "ratings", "stars", "score", "scores", "overall", "points", "grade")
 #: What stands for "not rated" where it is far from all other numbers.

@@ -25,7 +25,7 @@ from recpo.evaluation.evaluation import Evaluation
 from recpo.evaluation.html_report.parts import TESTED, decision_report
 from recpo.evaluation.off_policy.measure import propensity_share
 from recpo.log.csv_files import CsvFormat
-from recpo.log.inspection import Inspection, inspect_log
+from recpo.log.inspection import SNAPSHOTS, Inspection, inspect_log
 from recpo.log.prepared import Prepared
 from recpo.log.recognition import UNLABELED
 from recpo.log.schema import PERIODS, Columns
@@ -39,7 +39,7 @@ from recpo.verbs.evaluate import Evaluate
 from recpo.verbs.export import Export
 from recpo.verbs.fit_search import search
 from recpo.verbs.fit_steps import FitSteps, StepOptions, deciding_split, place_of
-from recpo.verbs.init import SNAPSHOTS, preparation_of
+from recpo.verbs.init import preparation_of
 from recpo.verbs.prepare import Prepare, source_of
 from recpo.verbs.verb import ResumableVerb, function_of
 from recpo.worlds.log import Simulation

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import yaml
 
@@ -16,7 +16,7 @@ from recpo.log import shaping
 from recpo.log.csv_files import CsvFormat
 from recpo.log.feature_columns import FeatureColumns
 from recpo.log.files import find_files
-from recpo.log.inspection import Choice, Inspection, inspect_log
+from recpo.log.inspection import SNAPSHOTS, Choice, Inspection, inspect_log
 from recpo.log.schema import PRESETS, Columns, LogColumns
 from recpo.log.splits import LeaveLastOut, TemporalSplit
 from recpo.training.recipes import FACTORS, MPO, PREPARED, PRETRAIN, RECIPES, RUNS
@@ -90,12 +90,6 @@ def write_configurations(found: Inspection, out: Path) -> Inspection:
         with output_file(file, overwrite=False) as whole:
             whole.write_text(texts[step], encoding="utf-8")
     return replace(found, written=files, commands=tuple(_commands(out, steps)))
-
-
-#: Why lists do not repeat items.
-SNAPSHOTS: Final = (
-    "nearly all that people have at one time they have at the next: these are snapshots, so lists do not repeat items"
-)
 
 
 def preparation_of(found: Inspection, out: Path | None = None) -> dict[str, Any]:
