@@ -185,6 +185,7 @@ def test_where_the_criterion_cannot_tell_the_estimated_reward_is_tested():
     assert choose([rate, knows, sure], "AUC_mixed").name == "sure"
 
 
+@pytest.mark.slow
 def test_two_tests_together_are_wrong_in_at_most_one_of_ten_decisions():
     shipped = 0
     for seed in range(100):

@@ -200,6 +200,7 @@ def test_days_with_strings_as_request_ids_may_follow_days_with_integers(tmp_path
     assert_equal(recpo.prepare(last, tmp_path / "second", extends=prepared), whole)
 
 
+@pytest.mark.slow
 def test_rows_without_a_user_are_left_out_as_yesterday(tmp_path):
     log = living_log(5, 6)
     users = [None if number % 10 == 0 else user for number, user in enumerate(log["user_id"].to_pylist())]

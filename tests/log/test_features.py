@@ -108,6 +108,7 @@ def data(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("features") / "out")
 
 
+@pytest.mark.slow
 def test_a_log_of_which_nothing_is_held_out_has_the_same_behaviors(data, tmp_path):
     whole = prepare(tmp_path / "out", split=TrainOnly()).manifest["counts"]["splits"]
     did = {period: counts["behaviors"] for period, counts in whole.items()}
@@ -270,6 +271,7 @@ def test_available_until_is_never_before_the_end_of_a_held_out_event(data):
     assert data.manifest["counts"]["shown_after_available_until"] == corrected > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_durations_of_the_item_table_are_those_of_events_without_one(share, tmp_path):
     """The same directory as of a log that has them all, for labels that read durations."""

@@ -115,6 +115,7 @@ def test_personal_popularity_is_what_a_loop_counts(tmp_path):
     assert loaded.document["setting"]["repeats"]
 
 
+@pytest.mark.slow
 def test_a_run_and_its_bundle_follow_the_data(tmp_path):
     frame = log(0.9)
     data = prepared(tmp_path, frame)

@@ -124,6 +124,7 @@ def test_items_end_where_none_comes_back_and_neither_where_they_last_nor_where_t
     assert turnover("fades") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, 0, 2.5])
 def test_what_has_ended_is_no_candidate(given, tmp_path):
     """Every item is shown for five days."""

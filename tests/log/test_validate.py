@@ -275,6 +275,7 @@ def test_memory_limit(tmp_path, log):
         Preparation().write(Sources(path), Output(tmp_path / "out", engine=EngineOptions(memory_limit="lots")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", ["numbers", "texts"])
 def test_rows_without_a_key_or_outside_the_given_times_are_left_out_and_counted(tmp_path, log, times):
     kept = log.slice(30).to_pydict()

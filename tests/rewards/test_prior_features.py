@@ -263,6 +263,7 @@ def test_what_groups_want_is_found_where_no_user_tells_it(tmp_path):
     torch.testing.assert_close(again.item_factors, model.item_factors)
 
 
+@pytest.mark.slow
 def test_what_is_wanted_of_kinds_of_items_is_found_where_no_item_tells_it(tmp_path):
     """Three events of an item: only all items of a kind together say who wants that kind."""
     random, users, items, kinds = np.random.default_rng(0), 200, 2_000, 8

@@ -99,6 +99,7 @@ def test_a_text_file_of_users_is_read_as_the_table_of_a_log_is(tmp_path):
         recpo.recommend(bundle, frame, k=4, user_features=str(tmp_path / "users.csv"))
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_tilted_reads_the_users_of_its_segments(data, tmp_path):
     _, users = world()
     tilted = recpo.tilt("segment_rate", "item_rate", data, out=tmp_path / "run", temperature=0.5)

@@ -40,6 +40,7 @@ def test_grown_rows_are_the_saved_ones_and_their_mean():
     assert not grown_rows(rows, 6, 9, 1, zero=True)[6:9].any()
 
 
+@pytest.mark.slow
 def test_known_rows_are_copied_and_new_ones_start_from_their_mean(nights):
     first, second, run = nights
     growth, before = growth_of(run, second), run.policy()

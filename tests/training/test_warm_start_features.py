@@ -40,6 +40,7 @@ def nights(tmp_path_factory):
     return first, second, run, pa.concat_tables(parts), {"items": items, "users": users}
 
 
+@pytest.mark.slow
 def test_encoders_and_known_rows_are_copied_and_untrained_rows_are_zero(nights):
     first, second, run, _, _ = nights
     before = run.policy()
