@@ -204,10 +204,10 @@ def served(decision: Decision, truth: Path, k: int, baselines: Sequence[str]) ->
     table = yaml.safe_load((decision.root / "prepare.yaml").read_text("utf-8")).get("users")
     people = None if table is None else ds.dataset(table).to_table().to_pandas()
     wanted = [("decided", steps, decision.chosen), *((name, final, name) for name in {*baselines} - {decision.chosen})]
-    servers = {name: lister(place_of(of.root, contender), of) for name, of, contender in wanted}
-    servers[decision.chosen] = decision.bundle.runtime, decision.bundle.reader
+    listers = {name: lister(place_of(of.root, contender), of) for name, of, contender in wanted}
+    listers[decision.chosen] = decision.bundle.runtime, decision.bundle.reader
     found = {}
-    for name, (runtime, reader) in servers.items():
+    for name, (runtime, reader) in listers.items():
         at = moment_of_lists(None, reader.items, lambda: histories)
         read = reader.read(histories, users=list(users), user_features=people, at=at)
         lists = recommend_lists(runtime, reader.items, read, k=k).table.to_pandas().sort_values(["user_id", "rank"])

@@ -103,7 +103,7 @@ def registry_of_onnx():
 def types_of_onnx():
     """Torch's search for mixed types of numbers takes what a trace computed instead of computing it again.
 
-    It changes the nodes that it would; a third of the time of an export goes to the others.
+    The same nodes are changed; computing the others again is a third of an export. Processes that tests start do that.
     """
     from torch.onnx._internal.fx.passes import type_promotion
 

@@ -31,7 +31,7 @@ from recpo.log.locations import Location, Place, readable, remove_directory, wri
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-#: The engines flatten nested selects themselves; Ibis takes a sixth of the time that a small log is prepared in.
+#: The engines flatten nested selects themselves; Ibis would take a fifth of the time of a small log.
 ibis.options.sql.fuse_selects = False
 
 _MOST_THREADS: Final = 1024

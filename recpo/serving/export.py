@@ -237,7 +237,7 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
     masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
     manifest = replace(manifest, mask=masked)
     program = ServingProgram(ranker, manifest.k, manifest.reads)
-    with traces_forgotten() if isinstance(ranker, CatalogSearch) else nullcontext():  # the one with a loop
+    with traces_forgotten() if isinstance(ranker, CatalogSearch) else nullcontext():  # a loop
         save_onnx(program, root / ONNX_PROGRAM)
     runtime, exact = load_runtime(root, manifest, "onnx"), PolicyRuntime(policy, manifest)
     if manifest.item_precision == "float32":
