@@ -237,7 +237,8 @@ def _write_search(policy: Policy, manifest: BundleManifest, root: Path) -> Bundl
     masked = isinstance(ranker, CatalogSearch) and (root / ATTRIBUTES).is_file()
     manifest = replace(manifest, mask=masked)
     program = ServingProgram(ranker, manifest.k, manifest.reads)
-    with traces_forgotten() if isinstance(ranker, CatalogSearch) else nullcontext():  # a loop
+    may_loop = isinstance(ranker, CatalogSearch) or manifest.options is None  # a policy from outside may
+    with traces_forgotten() if may_loop else nullcontext():
         save_onnx(program, root / ONNX_PROGRAM)
     runtime, exact = load_runtime(root, manifest, "onnx"), PolicyRuntime(policy, manifest)
     if manifest.item_precision == "float32":
