@@ -90,10 +90,10 @@ def test_a_module_imports_only_what_its_layer_may(path):
             assert path.name == "datamodule.py", f"{path}: lightning belongs to training and the data module"
 
 
-def test_serving_uses_only_the_id_map_of_data():
+def test_serving_uses_only_ids_and_names_of_columns_of_data():
     for path in (PACKAGE / "serving").glob("*.py"):
         for name in imports(path):
-            assert not name.startswith("recpo.log") or name == "recpo.log.id_map", f"{path}: {name}"
+            assert not name.startswith("recpo.log") or name.endswith((".id_map", ".schema")), f"{path}: {name}"
 
 
 OPTIONAL = ("torchrec", "fbgemm_gpu", "fastapi", "starlette", "uvicorn", "prometheus_client", "faiss")

@@ -32,6 +32,7 @@ from recpo.evaluation.true_rewards import ORACLE, TrueRewards
 from recpo.lists.reranking import FloatArray, ItemAttributes, Reranker, reranked
 from recpo.log.id_map import IdMap
 from recpo.log.prepared import Prepared
+from recpo.log.schema import LogColumns
 from recpo.ops.ranking import first_allowed, is_member
 from recpo.rewards import implicit
 from recpo.rewards.counted import (
@@ -309,7 +310,7 @@ def loaded_model(model: Factors | _Scoring, name: str) -> Recommender:
     return Recommender(recommend, name=name, score=score, max_history=model.max_history, reads=model.reads)
 
 
-USER_ID, ITEM_ID, RANK, SCORE = "user_id", "item_id", "rank", "score"
+USER_ID, ITEM_ID, RANK, SCORE = LogColumns.USER_ID, LogColumns.ITEM_ID, "rank", "score"
 
 _CSV: Final = (".csv", ".csv.gz")
 

@@ -21,8 +21,9 @@ from recpo.base.features import FeatureArrays, missing_features
 from recpo.base.feedback import UNKNOWN, FeedbackDefinition
 from recpo.base.frames import Frame, are_no_times, flag_column, id_column, number_column, time_column, to_arrow
 from recpo.log.id_map import IdMap
+from recpo.log.schema import LogColumns
 
-USER_ID, ITEM_ID, TIMESTAMP = "user_id", "item_id", "timestamp"
+USER_ID, ITEM_ID, TIMESTAMP = LogColumns.REQUIRED
 #: The columns that are read for every event (``HistoryReader.columns`` has more for some policies); others are ignored.
 EVENT_COLUMNS = (USER_ID, ITEM_ID, TIMESTAMP, "watch_time", "duration", "dislike", "label")
 _LONGEST_S = 1e9  # 30 years: no event lasts longer
