@@ -564,6 +564,21 @@ def rank_as(column: str, name: str) -> int | None:
     return len(names) if said[-1:] in (["rating"], ["stars"]) else None  # Book-Rating, Rating (1-5)
 
 
+def may_be_label(facts: ColumnFacts) -> bool:
+    """Whether the values of a column differ, and are no points that people earn: as a rating they are at most 100."""
+    return facts.distinct > 1 and (plain_name(facts.name) != "points" or (facts.most or 0.0) <= 100)
+
+
+def of_most_events(named: Sequence[ColumnFacts]) -> ColumnFacts:
+    """The first of columns that are called alike; where most events have none, the next that most of them have.
+
+    People rate what they feel like rating, and every event says how much of it they used.
+    """
+    first, known = named[0], [one for one in named if 2 * one.nulls <= one.rows]
+    others = (one for one in known if plain_name(one.name) not in MODEL_SCORES)
+    return first if first in known else next(others, first)
+
+
 def bound_of(name: str) -> str | None:
     """The bound of an item's availability that a column of times is called; None = neither."""
     said = [word for word in words(name) if word not in OF_TIMES and word not in _UNITS]

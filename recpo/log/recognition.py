@@ -221,10 +221,11 @@ class _Recognizer:
         for role in (*self.given.required, *LogColumns.OPTIONAL):
             suiting = [name for name, one in self.facts.items() if self._is_free(name) and _suits(one, role)]
             if role == LogColumns.LABEL:
-                suiting = [name for name in suiting if self.facts[name].distinct > 1 and not self._is_earned(name)]
-            ranked = [(rank, name) for name in suiting if (rank := rank_as(role, name)) is not None]
-            if role not in self.columns and ranked:
-                self._set(role, min(ranked, key=lambda one: (self.facts[one[1]].distinct == 1, one))[1], "by its name")
+                suiting = [name for name in suiting if column_facts.may_be_label(self.facts[name])]
+            named = [self.facts[name] for name in suiting if rank_as(role, name) is not None]
+            if role not in self.columns and named:
+                named.sort(key=lambda one: (one.distinct == 1, rank_as(role, one.name), one.name))
+                self._set(role, column_facts.of_most_events(named).name, "by its name")
         self._find_alone()
 
     def _find_alone(self) -> None:
@@ -479,10 +480,6 @@ class _Recognizer:
             return [doubt]
         return [f"`{sparse}` is known of few events (pass --columns.label {sparse} if it counts)", doubt]
 
-    def _is_earned(self, name: str) -> bool:
-        """Whether a column has points that people earn: as a rating they are at most 100."""
-        return plain_name(name) == "points" and (self.facts[name].most or 0.0) > 100
-
     def _behaviors_as_labels(self) -> Iterator[tuple[str | FlagColumn, str]]:
         """The behavior whose flag has both values, often enough if it is a conversion: its column, and other events."""
         both = [name for name, column in self.behaviors.items() if self.facts[name_of(column)].distinct > 1]
@@ -524,11 +521,11 @@ class _Recognizer:
         """Columns without a role that could be the item, its duration, or a dislike; presets leave nothing open."""
         if self.preset != "plain":
             return []
-        item, doubts = self._name(LogColumns.ITEM_ID), []
-        if item is not None and rank_as(LogColumns.ITEM_ID, item) is not None:
-            others = [one.name for one in rest if rank_as(LogColumns.ITEM_ID, one.name) is not None]
-            if others:
-                doubts.append(f"`{item}` is the item; if it is {_any_of(others)}, pass --columns.item_id NAME")
+        doubts = []
+        for role, called in ((LogColumns.ITEM_ID, "item"), (LogColumns.LABEL, "label")):
+            others = [one.name for one in rest if rank_as(role, one.name) is not None and one.distinct > 1]
+            if (own := self._name(role)) is not None and rank_as(role, own) is not None and others:
+                doubts.append(f"`{own}` is the {called}; if it is {_any_of(others)}, pass --columns.{role} NAME")
         if LogColumns.WATCH_TIME in self.columns and LogColumns.DURATION not in self.columns:
             lengths = [one.name for one in rest if one.kind in ("whole", "number") and (one.least or 0.0) >= 0]
             if lengths:

@@ -469,6 +469,17 @@ def test_a_named_column_with_other_values_is_a_question():
     assert "watch_time: `title` (a, b; 2 distinct) has other values" in question
 
 
+def test_a_rating_of_few_events_is_no_label_where_most_events_have_another():
+    rating, share = [5, None, None, 3, None] * 8, [0.1, 0.9, 0.5, 1.0] * 10
+    found = recognize(facts(**BASE, rating=rating, completion=share))
+    assert found.column("label") == "completion"
+    assert any("if it is `rating`, pass --columns.label NAME" in doubt for doubt in found.doubts)
+    assert recognize(facts(**BASE, rating=[5, 4, None, 3] * 10, completion=share)).column("label") == "rating"
+    assert recognize(facts(**BASE, rating=rating, completion=[0.1, None] * 20)).column("label") == "rating"
+    assert recognize(facts(**BASE, rating=rating, relevance=share)).column("label") == "rating"  # what a model said
+    assert recognize(facts(**BASE, rating=rating, completion=share), Columns(label="rating")).column("label") == "rating"
+
+
 def test_a_rating_of_few_events_is_no_label_where_a_flag_says_how_good_every_event_was():
     stars, done = [5, None, None, 3, None] * 8, [1, 0, 0, 1] * 10
     found = recognize(facts(**BASE, stars=stars, completed=done))
