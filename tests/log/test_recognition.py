@@ -477,7 +477,8 @@ def test_a_rating_of_few_events_is_no_label_where_most_events_have_another():
     assert recognize(facts(**BASE, rating=[5, 4, None, 3] * 10, completion=share)).column("label") == "rating"
     assert recognize(facts(**BASE, rating=rating, completion=[0.1, None] * 20)).column("label") == "rating"
     assert recognize(facts(**BASE, rating=rating, relevance=share)).column("label") == "rating"  # what a model said
-    assert recognize(facts(**BASE, rating=rating, completion=share), Columns(label="rating")).column("label") == "rating"
+    given = recognize(facts(**BASE, rating=rating, completion=share), Columns(label="rating"))
+    assert given.column("label") == "rating"
 
 
 def test_a_rating_of_few_events_is_no_label_where_a_flag_says_how_good_every_event_was():
