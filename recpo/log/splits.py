@@ -37,15 +37,21 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 #: Rule of ``idle_days``: days that are tried, events expected of idle items, and at most this share of them happened.
 _IDLE_DAYS: Final = (1, 2, 3, 5, 7, 10, 14, 21, 30)
 _LEAST_EXPECTED, _COME_BACK = 300, 0.003
+#: Then fewer days are tried, with at most so many times as much as of other items. Not less: nobody comes at night.
+_FEWER_DAYS: Final = (0.5, 0.75, 1, 1.5, 2, 3, 5, 7, 10, 14, 21)
+_LEAST_EXPECTED_BETWEEN, _MOSTLY_ENDED = 100, 0.25
 _OFTENER: Final = 1.6
 
 
-def idle_days(first: np.ndarray, last: np.ndarray, counts: np.ndarray, later: np.ndarray, begin: int, end: int) -> int:
+def idle_days(
+    first: np.ndarray, last: np.ndarray, counts: np.ndarray, later: np.ndarray, begin: int, end: int
+) -> float:
     """After how many days without an event items have ended, as news and offers do; 0 = they do not end.
 
     An item with ``n`` events since its first one, ``t`` days before the held-out periods of ``h`` days, has ``n h / t``
     events in them if it lasts, however long ago its last one was. Of the items that were idle for some days, nearly
-    none of these happen where items end; where items only fade, some do.
+    none of these happen where items end; where items only fade, some do. If items end, most have ended before so many
+    days: the result is the fewest days after which at most a quarter as much happens as of items that were less idle.
 
     Args:
         first: ``[V]`` time of the first event of each item of the train period, in ms.
@@ -56,12 +62,21 @@ def idle_days(first: np.ndarray, last: np.ndarray, counts: np.ndarray, later: np
         end: the last time of the log.
     """
     expected = counts * (end - begin) / np.maximum(begin - first, MILLISECONDS_PER_DAY)
-    for days in _IDLE_DAYS:
-        is_idle = last < begin - days * MILLISECONDS_PER_DAY
-        wanted = expected[is_idle].sum()
-        if wanted >= _LEAST_EXPECTED and later[is_idle].sum() <= _COME_BACK * wanted:
-            return days
-    return 0
+    idle = (begin - last) / MILLISECONDS_PER_DAY
+
+    def share(chosen: np.ndarray, least: float) -> float | None:
+        """Of the events that are expected of some items, how many happened; None = too few are expected."""
+        wanted = float(expected[chosen].sum())
+        return float(later[chosen].sum()) / wanted if wanted >= least else None
+
+    shares = {days: share(idle > days, _LEAST_EXPECTED) for days in _IDLE_DAYS}
+    ended: float = next((days for days, back in shares.items() if back is not None and back <= _COME_BACK), 0)
+    for days in sorted((days for days in _FEWER_DAYS if days < ended), reverse=True):
+        back, usual = share((idle > days) & (idle <= ended), _LEAST_EXPECTED_BETWEEN), share(idle <= days, 1)
+        if usual is None or (back is not None and back > _MOSTLY_ENDED * usual):
+            break
+        ended = ended if back is None else days
+    return ended
 
 
 def chosen_again(counts: Mapping[str, Any]) -> bool:

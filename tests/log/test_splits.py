@@ -119,7 +119,7 @@ def turnover(kind, days=40, items=1500):
 
 
 def test_items_end_where_none_comes_back_and_neither_where_they_last_nor_where_they_fade():
-    assert turnover("ends") in (1, 2, 3)
+    assert turnover("ends") in (0.5, 0.75, 1)
     assert turnover("lasts") == 0
     assert turnover("fades") == 0
 
@@ -140,7 +140,7 @@ def test_what_has_ended_is_no_candidate(given, tmp_path):
     data = recpo.prepare(log.sort_values("timestamp"), tmp_path / "prepared", **options)
     expected = given if given is not None else data.idle_days
     assert data.idle_days == expected
-    assert given is not None or 1 <= expected <= 3
+    assert given is not None or 0.5 <= expected <= 3
     found, begin = candidates_of(data, "test", None), data.manifest["boundaries"]["test_start_ms"]
     if not expected:
         assert found is None
