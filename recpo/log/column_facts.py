@@ -570,7 +570,7 @@ def may_be_label(facts: ColumnFacts) -> bool:
 
 
 def of_most_events(named: Sequence[ColumnFacts]) -> ColumnFacts:
-    """The first of columns that are called alike; where most events have none, the next that most of them have.
+    """The first of columns that are called like labels; where most events have none, the next that most have.
 
     People rate what they feel like rating, and every event says how much of it they used.
     """

@@ -225,7 +225,8 @@ class _Recognizer:
             named = [self.facts[name] for name in suiting if rank_as(role, name) is not None]
             if role not in self.columns and named:
                 named.sort(key=lambda one: (one.distinct == 1, rank_as(role, one.name), one.name))
-                self._set(role, column_facts.of_most_events(named).name, "by its name")
+                best = column_facts.of_most_events(named) if role == LogColumns.LABEL else named[0]
+                self._set(role, best.name, "by its name")
         self._find_alone()
 
     def _find_alone(self) -> None:
