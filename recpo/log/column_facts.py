@@ -88,6 +88,11 @@ class ColumnFacts:
     positive: int = 0
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether most events have no value."""
+        return 2 * self.nulls > self.rows
+
+    @property
     def is_number(self) -> bool:
         """Whether the values are integers, numbers with fractions, or flags."""
         return self.kind in ("whole", "number", "flag")
@@ -574,7 +579,7 @@ def of_most_events(named: Sequence[ColumnFacts]) -> ColumnFacts:
 
     People rate what they feel like rating, and every event says how much of it they used.
     """
-    first, known = named[0], [one for one in named if 2 * one.nulls <= one.rows]
+    first, known = named[0], [one for one in named if not one.is_sparse]
     others = (one for one in known if plain_name(one.name) not in MODEL_SCORES)
     return first if first in known else next(others, first)
 

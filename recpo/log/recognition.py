@@ -454,7 +454,7 @@ class _Recognizer:
             What to check.
         """
         rated = self._name(LogColumns.LABEL) if self.how.get(LogColumns.LABEL) == "by its name" else None
-        sparse = rated if rated is not None and 2 * self.facts[rated].nulls > self.facts[rated].rows else None
+        sparse = rated if rated is not None and self.facts[rated].is_sparse else None
         score = rated if rated is not None and plain_name(rated) in column_facts.MODEL_SCORES else None
         if LogColumns.WATCH_TIME in self.columns or (LogColumns.LABEL in self.columns and not (sparse or score)):
             return []

@@ -38,7 +38,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _IDLE_DAYS: Final = (1, 2, 3, 5, 7, 10, 14, 21, 30)
 _LEAST_EXPECTED, _COME_BACK = 300, 0.003
 #: Then fewer days are tried, with at most so many times as much as of other items. Not less: nobody comes at night.
-_FEWER_DAYS: Final = (0.5, 0.75, 1, 1.5, 2, 3, 5, 7, 10, 14, 21)
+_FEWER_DAYS: Final = sorted({0.5, 0.75, 1.5, *_IDLE_DAYS}, reverse=True)
 _LEAST_EXPECTED_BETWEEN, _MOSTLY_ENDED = 100, 0.25
 _OFTENER: Final = 1.6
 
@@ -71,7 +71,7 @@ def idle_days(
 
     shares = {days: share(idle > days, _LEAST_EXPECTED) for days in _IDLE_DAYS}
     ended: float = next((days for days, back in shares.items() if back is not None and back <= _COME_BACK), 0)
-    for days in sorted((days for days in _FEWER_DAYS if days < ended), reverse=True):
+    for days in [days for days in _FEWER_DAYS if days < ended]:
         back, usual = share((idle > days) & (idle <= ended), _LEAST_EXPECTED_BETWEEN), share(idle <= days, 1)
         if usual is None or (back is not None and back > _MOSTLY_ENDED * usual):
             break
