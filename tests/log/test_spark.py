@@ -2,12 +2,7 @@
 
 import hashlib
 import json
-import os
-import re
-import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -101,38 +96,6 @@ def hostile_log():
     return pa.concat_tables([log, log.slice(0, 40)])
 
 
-@contextmanager
-def standalone_cluster(folder):
-    """A master and two workers of one core each, in their own processes; yields the address and the workers' logs."""
-    home = Path(pytest.importorskip("pyspark").__file__).parent
-    environment = os.environ | {"SPARK_HOME": str(home), "SPARK_WORKER_DIR": str(folder / "workers")}
-    started, logs = [], []
-
-    def start(word, said, *options):
-        logs.append(folder / f"{len(logs)}.log")
-        with logs[-1].open("w") as log:
-            command = [home / "bin" / "spark-class", f"org.apache.spark.deploy.{word}", *options, "--webui-port", "0"]
-            started.append(subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log))
-        deadline = time.monotonic() + 120
-        while not (found := re.search(said, logs[-1].read_text())):
-            assert started[-1].poll() is None, logs[-1].read_text()
-            assert time.monotonic() < deadline, logs[-1].read_text()
-            time.sleep(0.2)
-        return found
-
-    try:
-        master = start(
-            "master.Master", r"Starting Spark master at (spark://\S+)", "--host", "127.0.0.1", "--port", "0"
-        )[1]
-        for _ in range(2):
-            start("worker.Worker", "Successfully registered with master", "--cores", "1", "--memory", "2g", master)
-        yield master, logs[1:]
-    finally:
-        for process in reversed(started):
-            process.terminate()
-            process.wait()
-
-
 def write_kinds(folder):
     """Files with rows of the same users: of other width and order, CSV beside Parquet, odd names, an empty one."""
     log = make_log(users=12, events=600, seed=7).drop_columns(["request_id", "watch_time", "duration"])
@@ -148,8 +111,9 @@ def write_kinds(folder):
 
 
 @pytest.mark.slow
-def test_a_standalone_cluster_of_two_workers_prepares_files_of_several_kinds_to_the_same_bytes(java, tmp_path):
+def test_a_cluster_of_two_workers_prepares_files_of_several_kinds_to_the_same_bytes(java, monkeypatch, tmp_path):
     """First of the module: the preparation makes a session of its own, on the cluster, and stops it."""
+    import pyspark
     from pyspark.sql import SparkSession
 
     words = ["prepare", "--log", write_kinds(tmp_path / "log %1"), "--memory_limit", "1GB", "--progress", "false"]
@@ -159,10 +123,15 @@ def test_a_standalone_cluster_of_two_workers_prepares_files_of_several_kinds_to_
     conf = {"spark.sql.shuffle.partitions": 2, "spark.sql.codegen.wholeStage": "false"}
     conf |= {"spark.sql.codegen.factoryMode": "NO_CODEGEN", "spark.sql.adaptive.enabled": "false"}
     assert SparkSession.getActiveSession() is None
-    with standalone_cluster(tmp_path) as (master, workers):
-        words += ["--engine", "spark", "--spark_conf", json.dumps(conf), "--spark_master", master]
-        assert main([*words, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "spark")]) == 0
-        assert all("Launch command" in log.read_text() for log in workers)  # both had an executor
+    # The master and the workers are threads of the driver; executors are processes, as in every cluster.
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("bin", "jars"):
+        (home / name).symlink_to(Path(pyspark.__file__).parent / name)
+    monkeypatch.setenv("SPARK_HOME", str(home))
+    words += ["--engine", "spark", "--spark_conf", json.dumps(conf), "--spark_master", "local-cluster[2,1,1024]"]
+    assert main([*words, "--work", str(tmp_path / "work"), "--out", str(tmp_path / "spark")]) == 0
+    assert len({log.parent.name for log in (home / "work").glob("*/*/stderr")}) == 2  # both had an executor
     assert SparkSession.getActiveSession() is None
     assert contents(tmp_path / "spark") == contents(tmp_path / "duckdb")
     assert Prepared.open(tmp_path / "spark").manifest["counts"]["read"] == 600
