@@ -182,9 +182,11 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     the strongest baseline is the one with the highest estimated reward, and of the policies that pass, the one with the
     highest estimated reward ships: it is noisier, and it estimates what people gain. Where no reward is known, both are
     the best ones by the criterion. A policy that some baseline beats by the criterion beyond doubt, and the strongest
-    one by estimated reward, does not ship: neither measure speaks for it. ``NDCG@k`` with known rewards, where hardly a
-    user has both a positive and another exposure, rewards the imitation of the log, and lists that people like less may
-    have more of it: a policy must also have an estimated reward that is not below that of the baseline.
+    one by estimated reward, does not ship: neither measure speaks for it. One that some baseline beats by the criterion
+    ships only if all that pass are so: where people are shown some of the items only, nothing is known of the rewards
+    of the others, and lists of these may have any. ``NDCG@k`` with known rewards, where hardly a user has both a
+    positive and another exposure, rewards the imitation of the log, and lists that people like less may have more of
+    it: a policy must also have an estimated reward that is not below that of the baseline.
 
     Args:
         measured: the contenders on the same users.
@@ -210,18 +212,22 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
         return Choice(best.name, best.name, None, criterion, None, None, reason, standings)
     tests = _tests([by_name[row.name] for row in policies], by_name[best.name], criterion, k)
     behind = _gains([by_name[row.name] for row in policies], by_name[baselines[0].name], criterion)
-    needs_reward = [by_reward and (criterion != CRITERION or _is_lost(gain)) for gain in behind]
+    lost = [criterion == CRITERION and _is_lost(gain) for gain in behind]
+    needs_reward = [by_reward and (criterion != CRITERION or one) for one in lost]
     allowed = [place for place, row in enumerate(policies) if not needs_reward[place] or worth(row) >= worth(best)]
     passed = [[place for place in allowed if test.p_values[place] <= LEVEL] for test in tests]
     test, sure = next((both for both in zip(tests, passed, strict=True) if both[1]), (tests[0], []))
-    place = max(sure or [0], key=lambda one: worth(policies[one]))
+    unbeaten = [place for place in sure if not lost[place]]
+    place = max(unbeaten or sure or [0], key=lambda one: worth(policies[one]))
     policy, gain, p_value = policies[place], test.gains[place], test.p_values[place]
     by = "" if best is baselines[0] else " by estimated reward"
     baseline, known = f"{best.name}, the strongest baseline{by},", test.said(place)
     if sure:
         unless = "" if test is tests[0] else f", where {criterion} cannot tell"
-        told = by_reward and len(sure) > 1 and math.isfinite(policy.reward)
-        why = f"; of the {len(sure)} policies that do, it has the highest estimated reward" if told else ""
+        compared = unbeaten or sure
+        told = by_reward and len(compared) > 1 and math.isfinite(policy.reward)
+        and_not = f", and that no baseline beats by {criterion}" if len(compared) < len(sure) else ""
+        why = f"; of the {len(compared)} policies that do{and_not}, it has the highest estimated reward" if told else ""
         reason = f"{policy.name} beats {baseline} by {known}{unless}{why}"
     else:
         beyond = "beyond doubt" if place in allowed or p_value > LEVEL else "without a lower estimated reward"

@@ -136,6 +136,19 @@ def test_what_one_baseline_beats_by_the_criterion_and_another_by_estimated_rewar
         assert choose([rate, als, better], "AUC_mixed").name == "between"
 
 
+def test_what_no_baseline_beats_by_the_criterion_ships_before_what_one_beats():
+    shared = noisy(0.7, 1)
+    rate = rewarded("rate", shared, 0.4, baseline=True)
+    als = rewarded("als", noisy(0.5, 2), 0.5, baseline=True)
+    beaten = rewarded("beaten", noisy(0.6, 3), 0.8)  # lists of what nobody is shown, say
+    low, high = rewarded("low", shared + noisy(0.01, 4, 0.01), 0.45), rewarded("high", shared, 0.48)
+    assert choose([rate, als, beaten], "AUC_mixed").name == "beaten"
+    found = choose([rate, als, beaten, low, high], "AUC_mixed")
+    assert (found.name, found.strongest_baseline) == ("high", "als")
+    assert "of the 2 policies that do, and that no baseline beats by AUC_mixed, it has the highest" in found.reason
+    assert choose([rate, als, beaten, low], "AUC_mixed").name == "low"
+
+
 def test_a_policy_of_unknown_reward_ships_if_no_other_passes_and_without_rewards_the_best_one():
     als, shared = measured("als", noisy(0.6, 1), baseline=True), noisy(0.7, 1)
     unknown, low = rewarded("unknown", shared + 0.02, math.nan), rewarded("low", shared, 0.1)
