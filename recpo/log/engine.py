@@ -433,7 +433,7 @@ def _session(work: Place, options: EngineOptions) -> tuple[SparkSession, bool]:
 def _settings(work: Place, options: EngineOptions) -> dict[str, Any]:
     # Spark does not start with less memory
     memory, master = f"{max(512, options.memory_bytes >> 20)}m", options.spark_master
-    is_local = master.startswith("local")
+    is_local = master == "local" or master.startswith("local[")  # a local-cluster has executors of their own
     if is_local and options.threads is not None:
         master = f"local[{options.threads}]"
     settings: dict[str, Any] = {

@@ -123,7 +123,7 @@ def test_a_cluster_of_two_workers_prepares_files_of_several_kinds_to_the_same_by
     conf = {"spark.sql.shuffle.partitions": 2, "spark.sql.codegen.wholeStage": "false"}
     conf |= {"spark.sql.codegen.factoryMode": "NO_CODEGEN", "spark.sql.adaptive.enabled": "false"}
     assert SparkSession.getActiveSession() is None
-    # The master and the workers are threads of the driver; executors are processes, as in every cluster.
+    # The master and the workers are threads of the driver; executors are processes, with settings as in any cluster.
     home = tmp_path / "home"
     home.mkdir()
     for name in ("bin", "jars"):
@@ -312,11 +312,11 @@ def test_memory_limits_mean_the_same_to_both_engines(tmp_path):
 
     def memory(limit, master="local[*]"):
         settings = _settings(tmp_path, EngineOptions(engine="spark", memory_limit=limit, spark_master=master))
-        return settings["spark.driver.memory" if master.startswith("local") else "spark.executor.memory"]
+        return settings["spark.driver.memory" if master == "local[*]" else "spark.executor.memory"]
 
     assert memory("4GB") == "3814m"
     assert memory("2GiB") == "2048m"
-    assert memory("8GB", "yarn") == "7629m"
+    assert memory("8GB", "yarn") == memory("8GB", "local-cluster[2,1,8192]") == "7629m"
     with refused("bad_value", "memory_limit"):
         memory("lots")
     chosen = EngineOptions(engine="spark", threads=3, spark_conf={"spark.executor.cores": "5"})
