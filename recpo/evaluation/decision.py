@@ -217,23 +217,29 @@ def choose(measured: Sequence[Evaluated], criterion: str, k: int) -> Choice:
     allowed = [place for place, row in enumerate(policies) if not needs_reward[place] or worth(row) >= worth(best)]
     passed = [[place for place in allowed if test.p_values[place] <= LEVEL] for test in tests]
     test, sure = next((both for both in zip(tests, passed, strict=True) if both[1]), (tests[0], []))
-    unbeaten = [place for place in sure if not lost[place]]
-    place = max(unbeaten or sure or [0], key=lambda one: worth(policies[one]))
+    compared = [place for place in sure if not lost[place]] or sure
+    place = max(compared or [0], key=lambda one: worth(policies[one]))
     policy, gain, p_value = policies[place], test.gains[place], test.p_values[place]
     by = "" if best is baselines[0] else " by estimated reward"
     baseline, known = f"{best.name}, the strongest baseline{by},", test.said(place)
     if sure:
         unless = "" if test is tests[0] else f", where {criterion} cannot tell"
-        compared = unbeaten or sure
-        told = by_reward and len(compared) > 1 and math.isfinite(policy.reward)
-        and_not = f", and that no baseline beats by {criterion}" if len(compared) < len(sure) else ""
-        why = f"; of the {len(compared)} policies that do{and_not}, it has the highest estimated reward" if told else ""
+        why = _first_of(len(compared), len(sure), criterion) if by_reward and math.isfinite(policy.reward) else ""
         reason = f"{policy.name} beats {baseline} by {known}{unless}{why}"
     else:
         beyond = "beyond doubt" if place in allowed or p_value > LEVEL else "without a lower estimated reward"
         reason = f"no policy beats {baseline} {beyond}, so it ships: {policy.name}, the best policy, differs by {known}"
     ships = policy.name if sure else best.name
     return Choice(ships, best.name, policy.name, test.measure, gain, p_value, reason, standings)
+
+
+def _first_of(compared: int, passed: int, criterion: str) -> str:
+    """Why one of several policies that pass ships: ``compared`` of ``passed``, those that no baseline beats, or all."""
+    unbeaten = f"that no baseline beats by {criterion}"
+    if compared == 1:
+        return f"; of the {passed} policies that do, it is the only one {unbeaten}" if passed > 1 else ""
+    also = f", and {unbeaten}" if compared < passed else ""
+    return f"; of the {compared} policies that do{also}, it has the highest estimated reward"
 
 
 def _gains(policies: Sequence[Evaluated], baseline: Evaluated, criterion: str) -> list[Estimate]:

@@ -146,7 +146,9 @@ def test_what_no_baseline_beats_by_the_criterion_ships_before_what_one_beats():
     found = choose([rate, als, beaten, low, high], "AUC_mixed")
     assert (found.name, found.strongest_baseline) == ("high", "als")
     assert "of the 2 policies that do, and that no baseline beats by AUC_mixed, it has the highest" in found.reason
-    assert choose([rate, als, beaten, low], "AUC_mixed").name == "low"
+    alone = choose([rate, als, beaten, low], "AUC_mixed")
+    assert alone.name == "low"
+    assert "of the 2 policies that do, it is the only one that no baseline beats by AUC_mixed" in alone.reason
 
 
 def test_a_policy_of_unknown_reward_ships_if_no_other_passes_and_without_rewards_the_best_one():
